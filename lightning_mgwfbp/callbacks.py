@@ -1,0 +1,97 @@
+"""`WarmupCallback`: tells the warm-up where steps and backwards begin, and hands on its plan.
+
+It drives training no differently than without it: no batch is consumed, repeated or lost.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_mgwfbp.plan_table import print_plan
+
+if TYPE_CHECKING:
+    from lightning_mgwfbp.engine.warmup import Tuned, WarmUp
+    from lightning_mgwfbp.strategy import MGWFBPStrategy
+
+
+class WarmupCallback(pl.Callback):
+    """Profiles the first steps of fit for the strategy, which adds one itself where none is given.
+
+    Args:
+        save_dir: where rank 0 writes profile.json, link.json and plan.json, to be given back as
+            the strategy's `profile=`, `link=` or `planner=`.
+    """
+
+    def __init__(self, save_dir: str | None = None) -> None:
+        self._save_dir = save_dir
+        self._strategy: MGWFBPStrategy | None = None
+        self._steps_seen = 0
+
+    def attach(self, strategy: MGWFBPStrategy) -> None:
+        """Called by the strategy in its setup."""
+        self._strategy = strategy
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._strategy is None:
+            rank_zero_warn("WarmupCallback has no effect without Trainer(strategy='mgwfbp').")
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._steps_seen = trainer.global_step
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._warmup is not None:
+            self._warmup.forward_begins()
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        if self._warmup is not None:
+            self._warmup.backward_begins()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._warmup is None or trainer.global_step == self._steps_seen:
+            return  # nothing to plan, or an accumulation window goes on
+        self._steps_seen = trainer.global_step
+        tuned = self._warmup.step_ended()
+        if tuned is not None:
+            self.on_plan(trainer, tuned)
+
+    @property
+    def _warmup(self) -> WarmUp | None:
+        return None if self._strategy is None else self._strategy.warmup
+
+    def on_plan(self, trainer: pl.Trainer, tuned: Tuned) -> None:
+        """Show the new plan, log it, and save what it was made from."""
+        assert self._strategy is not None
+        self._strategy.tuned = tuned
+        for logger in trainer.loggers:
+            logger.log_metrics(tuned.metrics(), step=trainer.global_step)
+        if not self._strategy.is_global_zero:
+            return
+        print_plan(tuned)
+        if self._save_dir is not None:
+            folder = Path(self._save_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            tuned.profile.save(folder / "profile.json")
+            tuned.link.save(folder / "link.json")
+            tuned.plan.save(folder / "plan.json")

@@ -1,0 +1,105 @@
+"""Where each parameter's gradient travels: a merge plan laid out as buckets.
+
+A merge group of one dtype on one device is one bucket, thus one message; a group of several is one
+bucket for each, launched one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import nn
+
+from lightning_mgwfbp.exchange.buckets import Bucket, real_dtype
+from lightning_mgwfbp.plan import (
+    AlphaBeta,
+    DenseCost,
+    LayerProfile,
+    MergePlan,
+    ModelProfile,
+    Threshold,
+)
+
+
+class Layout:
+    """The buckets of a plan, in launch order.
+
+    Args:
+        plan: names parameters, not necessarily all of them.
+        names, parameters: all parameters of the model, (N,) each.
+
+    Attributes:
+        buckets: (B,).
+        members: indices into `parameters` for each bucket, (B,) of lists.
+        group_of_bucket: index of the merge group in the plan, (B,).
+        bucket_of: bucket of each parameter, (N,); -1 for one that is not in the plan.
+    """
+
+    def __init__(
+        self, plan: MergePlan, names: Sequence[str], parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self.plan = plan
+        index_of = {name: i for i, name in enumerate(names)}
+        self.members: list[list[int]] = []
+        self.group_of_bucket: list[int] = []
+        for group, (start, stop) in enumerate(plan.groups):
+            indices = [index_of[name] for name in plan.names[start:stop]]
+            for part in split_by_storage(indices, parameters):
+                self.members.append(part)
+                self.group_of_bucket.append(group)
+        self.buckets = [Bucket([parameters[i] for i in part]) for part in self.members]
+        self.bucket_of = [-1] * len(names)
+        for bucket, part in enumerate(self.members):
+            for i in part:
+                self.bucket_of[i] = bucket
+        self.unplanned = [i for i, bucket in enumerate(self.bucket_of) if bucket < 0]
+
+
+def split_by_storage(indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> list[list[int]]:
+    """Split `indices` by what cannot lie in one buffer: real dtype and device."""
+    parts: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i in indices:
+        place = (real_dtype(parameters[i].dtype), parameters[i].device)
+        parts.setdefault(place, []).append(i)
+    return list(parts.values())
+
+
+def unmeasured_profile(
+    names: Sequence[str], parameters: Sequence[nn.Parameter], trainable: Collection[str]
+) -> ModelProfile:
+    """Sizes without times, in the order in which backward is likely to produce gradients: the
+    reverse of registration."""
+    layers = tuple(
+        LayerProfile(name, p.numel(), str(p.dtype).removeprefix("torch."), 0.0, tuple(p.shape))
+        for name, p in zip(reversed(names), reversed(parameters), strict=True)
+        if name in trainable
+    )
+    return ModelProfile("unmeasured", layers, forward_seconds=0.0)
+
+
+def provisional_plan(
+    names: Sequence[str], parameters: Sequence[nn.Parameter], trainable: Collection[str]
+) -> MergePlan:
+    """The plan before anything was measured: 25 MiB groups, as DistributedDataParallel has."""
+    free = DenseCost(AlphaBeta(0.0, 0.0))
+    return Threshold().plan(unmeasured_profile(names, parameters, trainable), free)
+
+
+def adapted_plan(
+    plan: MergePlan,
+    names: Sequence[str],
+    parameters: Sequence[nn.Parameter],
+    trainable: Collection[str],
+) -> MergePlan:
+    """`plan` without the parameters that left, and with the new ones in groups behind it."""
+    kept = [[n for n in plan.names[a:b] if n in trainable] for a, b in plan.groups]
+    new = set(trainable) - set(plan.names)
+    if new:
+        added = provisional_plan(names, parameters, new)
+        kept += [list(added.names[a:b]) for a, b in added.groups]
+    kept = [group for group in kept if group]
+    bounds = accumulate((len(group) for group in kept), initial=0)
+    flat = tuple(name for group in kept for name in group)
+    return MergePlan(flat, tuple(pairwise(bounds)), plan.planner)

@@ -1,0 +1,80 @@
+"""Which parameters take part in the exchange: hooked, frozen, joining, leaving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import nn
+
+from lightning_mgwfbp.engine.hooks import GradientHooks
+from lightning_mgwfbp.engine.layout import Layout
+
+# A parameter that is frozen for so many exchanges in a row leaves the plan. Large, because models
+# with several optimizers freeze and unfreeze each other's parameters within each step.
+_EXCHANGES_UNTIL_FROZEN_LEAVE = 100
+
+
+class Membership:
+    """Keeps the planned, trainable parameters hooked, and notices when the plan no longer fits.
+
+    Args:
+        parameters: all of the model's, (N,).
+        before, after: called as before(index, ...), after(index, ...) around each accumulation.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        before: Callable[[int, object], None],
+        after: Callable[[int, object], None],
+    ) -> None:
+        self._parameters = parameters
+        self._before = before
+        self._after = after
+        self._hooks: dict[int, GradientHooks] = {}
+        self._frozen: list[int] = []
+        self._frozen_for = 0
+
+    def adopt(self, layout: Layout) -> None:
+        """Take the parameters of `layout` for the planned ones."""
+        self._planned = [i for part in layout.members for i in part]
+        self._unplanned = layout.unplanned
+        self._unhooked = [i for i in self._planned if i not in self._hooks]
+        self.hook_unfrozen()
+
+    def hook_unfrozen(self) -> list[int]:
+        """Hook planned parameters that were frozen so far; return which."""
+        unfrozen = [i for i in self._unhooked if self._parameters[i].requires_grad]
+        for i in unfrozen:
+            self._hooks[i] = GradientHooks(
+                self._parameters[i], partial(self._before, i), partial(self._after, i)
+            )
+            self._unhooked.remove(i)
+        return unfrozen
+
+    def changed(self) -> bool:
+        """Whether a parameter wants to join, or has been frozen for long enough to leave.
+
+        To be asked once per exchange.
+        """
+        frozen = [i for i in self._planned if not self._parameters[i].requires_grad]
+        self._frozen_for = self._frozen_for + 1 if frozen and frozen == self._frozen else 0
+        self._frozen = frozen
+        return bool(self.joining()) or self._frozen_for >= _EXCHANGES_UNTIL_FROZEN_LEAVE
+
+    def joining(self) -> list[int]:
+        """The unplanned parameters that are trainable now."""
+        return [i for i in self._unplanned if self._parameters[i].requires_grad]
+
+    def staying(self) -> list[int]:
+        """The planned parameters but for those frozen for long, whose count begins anew."""
+        leaving = self._frozen if self._frozen_for >= _EXCHANGES_UNTIL_FROZEN_LEAVE else []
+        self._frozen_for = 0
+        return [i for i in self._planned if i not in leaving]
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for hooks in self._hooks.values():
+            hooks.remove()
+        self._hooks.clear()

@@ -1,0 +1,220 @@
+"""`MergedOptimizer`: the precision-aware wrapper around the user's own optimizer.
+
+Within Lightning the strategy holds one for each optimizer of the Trainer, all of them sharing a
+reducer. Alone it takes the place of Horovod's `DistributedOptimizer`. No optimizer is
+re-implemented: options, state and step stay the wrapped one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mgwfbp.engine.agreement import parameter_facts, require_agreement
+from lightning_mgwfbp.engine.options import Options
+from lightning_mgwfbp.engine.reducer import Reducer
+from lightning_mgwfbp.engine.warmup import WarmUp
+from lightning_mgwfbp.exchange.compressors import Compressor
+from lightning_mgwfbp.exchange.exchangers import DenseExchanger
+from lightning_mgwfbp.exchange.torch_transport import TorchTransport
+from lightning_mgwfbp.exchange.transport import Transport
+from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Planner
+
+Closure = Callable[[], Any]
+
+
+class _Forwarded:
+    """An attribute that lives in the wrapped optimizer only."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        return getattr(wrapper.optimizer, self._name)
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        setattr(wrapper.optimizer, self._name, value)
+
+    def __delete__(self, wrapper: Any) -> None:
+        delattr(wrapper.optimizer, self._name)
+
+
+def _plain_step(optimizer: Optimizer, closure: Closure | None, **kwargs: Any) -> Any:
+    return optimizer.step(**kwargs) if closure is None else optimizer.step(closure, **kwargs)
+
+
+class MergedOptimizer(Optimizer):
+    """Steps on gradients that are averaged over all ranks.
+
+    Exchanges merge group by merge group while backward runs. The first `warmup_steps` steps are
+    profiled, with gradients exchanged after backward; then the plan is made.
+
+    Averages are in `.grad` after `synchronize()`, which `step()` calls unless you did: call it
+    yourself before `GradScaler.unscale_` and before you clip. Use `no_sync()` around all but the
+    last backward of an accumulation window.
+
+    Args:
+        optimizer: yours. Learning-rate schedulers may hold either.
+        named_parameters: `model.named_parameters()`, the same on all ranks, at least all that
+            the optimizer steps.
+        planner: "auto", "optimal", "mgwfbp", "threshold", "wfbp", "single", or a Planner; or a
+            plan made before.
+        compressor: None, "fp16", "bf16", or a Compressor.
+        transport: carries the gradients; by default torch.distributed over all ranks.
+        warmup_steps: steps to profile.
+        replan_every_n_steps: profile and plan anew after so many steps.
+        profile, link: what was measured before; with both nothing is measured.
+        static_graph: a promise that every backward uses the same parameters on all ranks.
+
+    Raises:
+        ValueError: an argument is out of range, or the optimizer steps unnamed parameters.
+        RuntimeError: the ranks' models or options differ.
+
+    Example:
+        >>> optimizer = MergedOptimizer(  # doctest: +SKIP
+        ...     torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        ... )
+    """
+
+    _warmup: WarmUp | None
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        planner: str | Planner | MergePlan = "auto",
+        compressor: str | Compressor | None = None,
+        transport: Transport | None = None,
+        warmup_steps: int = 5,
+        replan_every_n_steps: int | None = None,
+        profile: ModelProfile | str | None = None,
+        link: AlphaBeta | str | None = None,
+        static_graph: bool = False,
+    ) -> None:
+        named = list(named_parameters)
+        options = Options(
+            planner, compressor, warmup_steps, replan_every_n_steps, profile, link, static_graph
+        )
+        transport = TorchTransport() if transport is None else transport
+        require_agreement(transport, {**options.facts(), **parameter_facts(named)})
+        settings = options.settle(transport)
+        exchanger = DenseExchanger(transport, settings.compressor)
+        reducer = Reducer(named, exchanger, static_graph=static_graph)
+        self._wrap(optimizer, reducer, _plain_step)
+        self._known = {id(p) for _, p in named}
+        for param_group in optimizer.param_groups:
+            self._require_named(param_group)
+        self._warmup = WarmUp(type(optimizer).__name__, named, transport, reducer, settings)
+        self._warmup.start()
+
+    @classmethod
+    def sharing(
+        cls, reducer: Reducer, optimizer: Optimizer, step: Callable[..., Any]
+    ) -> MergedOptimizer:
+        """Wrap one of several optimizers whose parameters `reducer` exchanges.
+
+        Args:
+            reducer: someone else's; it is not warmed up here.
+            optimizer: the wrapped one.
+            step: called as step(optimizer, closure, **kwargs), such as a precision plugin's.
+        """
+        merged = cls.__new__(cls)
+        merged._wrap(optimizer, reducer, step)
+        return merged
+
+    def _wrap(self, optimizer: Optimizer, reducer: Reducer, step: Callable[..., Any]) -> None:
+        # Optimizer.__init__ is not called: whatever it would set up is the wrapped one's
+        self.optimizer = optimizer
+        self.reducer = reducer
+        self._step = step
+        self._exchanges_at_step = reducer.exchanges
+        self._warmup = None
+
+    param_groups = _Forwarded()
+    state = _Forwarded()
+    defaults = _Forwarded()
+    # set by GradScaler around the step of an optimizer that unscales by itself
+    grad_scale = _Forwarded()
+    found_inf = _Forwarded()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not wrapped yet: while unpickling
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"MergedOptimizer({self.optimizer!r})"
+
+    @property
+    def plan(self) -> MergePlan | None:
+        """The plan in force, None during the warm-up."""
+        return None if self._warmup is not None and self._warmup.running else self.reducer.plan
+
+    def synchronize(self) -> None:
+        """Wait until the averages are in `.grad`. Collective; a no-op under `no_sync`."""
+        self.reducer.synchronize()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within, gradients accumulate locally; the first exchange outside carries them too."""
+        return self.reducer.no_sync()
+
+    def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:
+        """Step the wrapped optimizer on the averages; each call of `closure` is synchronised."""
+        if closure is None:
+            self._average_if_due()
+            result = self._step(self.optimizer, None, **kwargs)
+        else:
+            result = self._step(self.optimizer, self._averaging(closure), **kwargs)
+        if self._warmup is not None:
+            self._warmup.step_ended()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._require_named(param_group)
+        self.optimizer.add_param_group(param_group)
+
+    def close(self) -> None:
+        """Remove all hooks; the wrapped optimizer goes on alone."""
+        if self._warmup is not None:
+            self._warmup.stop()
+        self.reducer.close()
+
+    def _averaging(self, closure: Closure) -> Closure:
+        @torch.enable_grad()
+        def evaluate() -> Any:
+            loss = closure()
+            self._average_if_due()
+            return loss
+
+        return evaluate
+
+    def _average_if_due(self) -> None:
+        none_since_last_step = self.reducer.exchanges == self._exchanges_at_step
+        if self.reducer.unsynchronized or none_since_last_step:
+            self.synchronize()
+        self._exchanges_at_step = self.reducer.exchanges
+
+    def _require_named(self, param_group: dict[str, Any]) -> None:
+        parameters = param_group["params"]
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not all(id(p) in self._known for p in parameters):
+            raise ValueError(
+                "The optimizer steps a parameter that `named_parameters` did not name: its"
+                " gradient would never be averaged. Give MergedOptimizer all of"
+                " `model.named_parameters()`."
+            )

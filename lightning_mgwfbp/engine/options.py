@@ -1,0 +1,122 @@
+"""What a user may choose about the exchange, checked once; shared by strategy and wrapper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from lightning_mgwfbp.exchange.compressors import Compressor, resolve_compressor
+from lightning_mgwfbp.exchange.transport import Transport
+from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Planner, resolve_planner
+
+Record = TypeVar("Record", AlphaBeta, ModelProfile, MergePlan)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options with names resolved and files read."""
+
+    planner: Planner | MergePlan
+    compressor: Compressor | None
+    warmup_steps: int
+    replan_every_n_steps: int | None
+    profile: ModelProfile | None
+    link: AlphaBeta | None
+    static_graph: bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments that `MGWFBPStrategy` and `MergedOptimizer` have in common, as given.
+
+    Args:
+        planner: a name, a Planner, a saved plan, or the path of one, ending in .json.
+        compressor: a name, a Compressor or None.
+        warmup_steps: optimizer steps to profile.
+        replan_every_n_steps: profile and plan anew after so many steps, or None.
+        profile, link: a record that was measured before, or its path.
+        static_graph: see `Reducer`.
+
+    Raises:
+        ValueError: naming the argument, what was got, and the choices.
+    """
+
+    planner: str | Planner | MergePlan = "auto"
+    compressor: str | Compressor | None = None
+    warmup_steps: int = 5
+    replan_every_n_steps: int | None = None
+    profile: ModelProfile | str | None = None
+    link: AlphaBeta | str | None = None
+    static_graph: bool = False
+
+    def __post_init__(self) -> None:
+        resolve_compressor(self.compressor)
+        _require_positive("warmup_steps", self.warmup_steps)
+        for name, kind in (("profile", ModelProfile), ("link", AlphaBeta)):
+            given = getattr(self, name)
+            if not isinstance(given, kind | str | None):
+                raise ValueError(
+                    f"`{name}=...` must be a {kind.__name__} or the path of one, got {given!r}."
+                )
+        is_saved = isinstance(self.planner, MergePlan) or _is_path(self.planner)
+        if not is_saved:
+            resolve_planner(self.planner)  # type: ignore[arg-type]
+        if self.replan_every_n_steps is not None:
+            _require_positive("replan_every_n_steps", self.replan_every_n_steps)
+            if is_saved or self.profile is not None:
+                raise ValueError(
+                    "`replan_every_n_steps=...` measures anew, which a saved `profile=...` or a"
+                    " saved plan as `planner=...` is there to spare: leave one of them out."
+                )
+
+    def facts(self) -> dict[str, str]:
+        """The options as the ranks compare them."""
+        return {f.name: repr(getattr(self, f.name)) for f in fields(self)}
+
+    def settle(self, transport: Transport) -> Settings:
+        """Resolve names and read files. Collective.
+
+        Raises:
+            ValueError: a file cannot be read or is not what it should be; on every rank.
+        """
+        planner = self.planner
+        if isinstance(planner, str) and _is_path(planner):
+            saved = _read(planner, MergePlan, "planner", transport)
+            assert saved is not None
+            planner = saved
+        return Settings(
+            planner=planner if isinstance(planner, MergePlan) else resolve_planner(planner),
+            compressor=resolve_compressor(self.compressor),
+            warmup_steps=self.warmup_steps,
+            replan_every_n_steps=self.replan_every_n_steps,
+            profile=_read(self.profile, ModelProfile, "profile", transport),
+            link=_read(self.link, AlphaBeta, "link", transport),
+            static_graph=self.static_graph,
+        )
+
+
+def _require_positive(argument: str, steps: object) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"`{argument}=...` must be a whole number of at least 1, got {steps!r}.")
+
+
+def _is_path(planner: object) -> bool:
+    return isinstance(planner, str) and planner.endswith(".json")
+
+
+def _read(
+    given: Record | str | None, kind: type[Record], argument: str, transport: Transport
+) -> Record | None:
+    """Rank 0 reads the file; its content, or its error, is every rank's."""
+    if not isinstance(given, str):
+        return given
+    outcome: Record | ValueError | None = None
+    if transport.rank == 0:
+        try:
+            outcome = kind.load(given)
+        except (OSError, ValueError) as error:
+            outcome = ValueError(f"`{argument}={given!r}`: {error}")
+    outcome = transport.broadcast_object(outcome, 0, key=argument)
+    if isinstance(outcome, ValueError):
+        raise outcome
+    return outcome

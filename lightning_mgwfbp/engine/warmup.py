@@ -1,0 +1,160 @@
+"""The warm-up: watch the first training steps, then make the plan.
+
+Driven from outside, by Lightning's callback or by the stand-alone optimizer wrapper. Meanwhile the
+reducer exchanges gradients after backward, so communication does not inflate backward times.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_mgwfbp.engine import tuner
+from lightning_mgwfbp.engine.options import Settings
+from lightning_mgwfbp.engine.reducer import Reducer
+from lightning_mgwfbp.exchange.transport import Transport
+from lightning_mgwfbp.measure.backward import BackwardProfiler
+from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Timeline, simulate
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A plan, what it was made from, and what is expected of it."""
+
+    plan: MergePlan
+    profile: ModelProfile
+    link: AlphaBeta
+    timeline: Timeline
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a logger: counts, seconds, seconds per byte."""
+        return {
+            "mgwfbp/merge_groups": len(self.plan.groups),
+            "mgwfbp/alpha_seconds": self.link.alpha,
+            "mgwfbp/beta_seconds_per_byte": self.link.beta,
+            "mgwfbp/predicted_communication_end_seconds": self.timeline.communication_end_seconds,
+            "mgwfbp/predicted_exposed_seconds": self.timeline.exposed_seconds,
+        }
+
+
+class WarmUp:
+    """Profiles the first optimizer steps (the very first is not counted), plans, and installs.
+
+    With a saved plan nothing is measured, with a saved profile no step is watched. It begins anew
+    when parameters have joined or left the exchange.
+
+    Args:
+        model: its name, for the record.
+        named_parameters: all parameters of the model.
+        transport: joins the ranks.
+        reducer: whose plan is to be made.
+        settings: what the user chose.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        transport: Transport,
+        reducer: Reducer,
+        settings: Settings,
+    ) -> None:
+        self._model = model
+        self._named = dict(named_parameters)
+        self._transport = transport
+        self._reducer = reducer
+        self._settings = settings
+        self._link = settings.link
+        self._profiler: BackwardProfiler | None = None
+        self._structure_version = reducer.structure_version
+        self._seen = 0  # steps since the warm-up, or the plan, began
+
+    @property
+    def running(self) -> bool:
+        """Whether steps are being watched."""
+        return self._profiler is not None
+
+    def start(self) -> Tuned | None:
+        """Install a saved plan, or plan by a saved profile, or begin to watch."""
+        if isinstance(self._settings.planner, MergePlan):
+            self._reducer.install(self._settings.planner)
+        elif self._settings.profile is not None:
+            self._settings.profile.check_names(self._reducer.plan.names)
+            return self._tune(self._settings.profile)
+        else:
+            self.restart()
+        return None
+
+    def restart(self) -> None:
+        """Begin to watch, whatever was given or measured before."""
+        self.stop()
+        self._reducer.hold()
+        self._structure_version = self._reducer.structure_version
+        self._profiler = BackwardProfiler(self._named.items())
+        self._profiler.attach()
+        self._forwards: list[float] = []
+        self._seen = 0
+
+    def stop(self) -> None:
+        """End without a plan; no hook stays."""
+        if self._profiler is not None:
+            self._profiler.detach()
+            self._profiler = None
+
+    def forward_begins(self) -> None:
+        self._forward_began = time.perf_counter()
+
+    def backward_begins(self) -> None:
+        if self._profiler is not None:
+            self._forwards.append(time.perf_counter() - self._forward_began)
+            self._profiler.begin()
+
+    def step_ended(self) -> Tuned | None:
+        """Count an optimizer step; after the last one plan and install. Collective then."""
+        self._seen += 1
+        if self._profiler is None:
+            if self._is_stale():
+                self.restart()
+            return None
+        self._profiler.end()
+        if self._seen == 1 < self._settings.warmup_steps:
+            self._profiler.forget()
+            self._forwards.clear()
+        if self._seen < self._settings.warmup_steps:
+            return None
+        ready = self._profiler.ready_seconds()
+        self.stop()
+        profile = tuner.agree_on_profile(
+            self._transport,
+            self._planned(),
+            ready,
+            statistics.median(self._forwards) if self._forwards else 0.0,
+            self._model,
+        )
+        return self._tune(profile)
+
+    def _is_stale(self) -> bool:
+        return (
+            self._seen == self._settings.replan_every_n_steps
+            or self._reducer.structure_version != self._structure_version
+        )
+
+    def _planned(self) -> dict[str, nn.Parameter]:
+        planned = set(self._reducer.plan.names)
+        return {name: p for name, p in self._named.items() if name in planned}
+
+    def _tune(self, profile: ModelProfile) -> Tuned:
+        if self._link is None:
+            self._link = tuner.measure_link(
+                self._transport, list(self._planned().values()), self._settings.compressor
+            ).link
+        cost = tuner.dense_cost(self._link, self._settings.compressor)
+        assert not isinstance(self._settings.planner, MergePlan)
+        plan = tuner.agree_on_plan(self._transport, profile, self._settings.planner, cost)
+        self._reducer.install(plan)
+        self._seen = 0
+        return Tuned(plan, profile, self._link, simulate(profile, plan, cost))

@@ -1,0 +1,117 @@
+"""`Bucket`: one flat buffer for the gradients of some parameters of one dtype and device.
+
+Behind the gradients lies a tail of small numbers that travel in the same message: for each
+parameter 1 where this rank has a gradient for it, and one more value for whatever the ranks must
+agree on. After the exchange a number above zero means "somewhere": the values are averaged, and
+narrow on the wire, so nothing more can be read from them.
+
+Complex gradients are kept as pairs of reals, so that every transport can sum them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Bucket:
+    """Flat buffer, (sum of numels + number of parameters + 1,), and how gradients lie in it.
+
+    Gradients get their parameter's own strides where those are dense (channels_last), else
+    contiguous ones.
+
+    Args:
+        parameters: of one real dtype (see `real_dtype`) and one device.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = tuple(parameters)
+        sample = self.parameters[0]
+        self._sizes = [p.numel() * (2 if p.is_complex() else 1) for p in self.parameters]
+        self._tail = len(self.parameters) + 1
+        self._buffer = torch.empty(
+            sum(self._sizes) + self._tail, dtype=real_dtype(sample.dtype), device=sample.device
+        )
+
+    @property
+    def buffer(self) -> Tensor:
+        """What is exchanged, (numel + tail,)."""
+        return self._buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients alone."""
+        return sum(self._sizes) * self._buffer.itemsize
+
+    def pack(self, gradients: Sequence[Tensor | None], notice: bool = False) -> None:
+        """Write each parameter's gradient, zeros for None, and the tail.
+
+        Args:
+            gradients: one for each parameter, of its shape and dtype.
+            notice: this rank's part of the value behind the usage flags.
+        """
+        self._let_go_of_held_views()
+        *chunks, tail = self._chunks()
+        views = [_as_gradient(c, p) for c, p in zip(chunks, self.parameters, strict=True)]
+        tail.fill_(1)
+        tail[-1] = notice
+        given = [g for g in gradients if g is not None]
+        if len(given) < len(gradients):
+            present = [g is not None for g in gradients]
+            tail[:-1] = torch.tensor(present, dtype=tail.dtype)
+            torch._foreach_zero_([v for v, has in zip(views, present, strict=True) if not has])
+            views = [v for v, has in zip(views, present, strict=True) if has]
+        if given:
+            # a lazily conjugated gradient must be materialised before it is sent
+            torch._foreach_copy_(views, [g.resolve_conj() for g in given])
+
+    def gradients(self) -> list[Tensor]:
+        """Return one fresh view for each parameter, of its shape and dtype.
+
+        Fresh, because the bucket keeps none: whoever still holds one of them keeps the storage
+        in use, which `pack` sees.
+        """
+        chunks = self._chunks()[:-1]
+        return [_as_gradient(c, p) for c, p in zip(chunks, self.parameters, strict=True)]
+
+    def used(self) -> list[bool]:
+        """Which parameters had a gradient on any rank. Waits for the device."""
+        flags: list[bool] = (self._chunks()[-1][:-1] > 0).tolist()
+        return flags
+
+    def noticed(self) -> bool:
+        """Whether any rank set `notice`. Waits for the device."""
+        return bool(self._buffer[-1] > 0)
+
+    def _chunks(self) -> tuple[Tensor, ...]:
+        return self._buffer.split([*self._sizes, self._tail])
+
+    def _let_go_of_held_views(self) -> None:
+        # the buffer itself and the handle that asks make two
+        if torch._C._storage_Use_Count(self._buffer.untyped_storage()._cdata) > 2:
+            self._buffer = torch.empty_like(self._buffer)
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of `dtype` lie in a bucket: complex ones as pairs of reals."""
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _as_gradient(chunk: Tensor, parameter: Tensor) -> Tensor:
+    if parameter.is_complex():
+        return torch.view_as_complex(chunk.view(*parameter.shape, 2))
+    if parameter.is_contiguous() or not _is_dense(parameter):
+        return chunk.view(parameter.shape)
+    return chunk.as_strided(parameter.shape, parameter.stride())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their storage without holes or overlap."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,71 @@
+"""Transport over torch.distributed: the only file that calls its collectives."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mgwfbp.exchange.transport import Pending
+
+T = TypeVar("T")
+
+
+class TorchTransport:
+    """Gloo, NCCL or MPI, over the ranks of `process_group` (default: all ranks, on a group of
+    the transport's own).
+
+    A group of its own keeps gradients, which are launched from inside backward, out of the way of
+    collectives that others issue there (SyncBatchNorm) or between steps (loggers, metrics).
+
+    Args:
+        process_group: an existing group to use instead; it is then not destroyed by `close`.
+        timeout: how long a collective may take before it counts as failed; only for an own group.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "TorchTransport needs torch.distributed: call torch.distributed.init_process_group"
+                " first (Lightning's strategies do)."
+            )
+        self._owned = process_group is None
+        self._group = dist.new_group(timeout=timeout) if process_group is None else process_group
+        self.rank = dist.get_rank(self._group)
+        self.world_size = dist.get_world_size(self._group)
+
+    @classmethod
+    def world(cls) -> TorchTransport:
+        """The transport over the default process group itself."""
+        return cls(dist.group.WORLD)
+
+    def all_reduce(self, buffer: Tensor, *, key: str) -> Pending:
+        return dist.all_reduce(buffer, group=self._group, async_op=True)
+
+    def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:
+        return dist.broadcast(buffer, self._global(root), group=self._group, async_op=True)
+
+    def all_gather_object(self, value: T, *, key: str) -> list[T]:
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast_object(self, value: T, root: int, *, key: str) -> T:
+        values = [value]
+        dist.broadcast_object_list(values, self._global(root), group=self._group)
+        return values[0]
+
+    def _global(self, root: int) -> int:
+        # the argument that takes a rank of the group itself is younger than torch 2.4
+        return dist.get_global_rank(self._group, root)
+
+    def close(self) -> None:
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group(self._group)

@@ -1,0 +1,125 @@
+"""What moves bytes between ranks: the `Transport` protocol, and a loopback of threads for tests.
+
+A transport sums and copies, nothing else: it knows neither gradients nor merge groups nor means.
+Every call names what it carries by a `key`: torch.distributed matches calls by their order, Horovod
+by their name, and with both kept right a program is right on either.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Pending(Protocol):
+    """A collective that has been started."""
+
+    def wait(self) -> None:
+        """Return once the result is in the buffer the collective was started with."""
+
+
+class Transport(Protocol):
+    """The collectives that the package needs, each called by all ranks in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This process, in [0, world_size)."""
+
+    @property
+    def world_size(self) -> int:
+        """How many processes take part."""
+
+    def all_reduce(self, buffer: Tensor, *, key: str) -> Pending:
+        """Start to replace `buffer`, of any shape, by its sum over all ranks."""
+
+    def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:
+        """Start to replace `buffer`, of any shape, by rank `root`'s."""
+
+    def all_gather_object(self, value: T, *, key: str) -> list[T]:
+        """Return every rank's `value`, in the order of ranks. Picklable; for small values."""
+
+    def broadcast_object(self, value: T, root: int, *, key: str) -> T:
+        """Return rank `root`'s `value`. Picklable; for small values."""
+
+    def close(self) -> None:
+        """Give back what the transport opened."""
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+
+class _Hub:
+    """Where the threads of a loopback meet: the n-th call of each rank is one collective."""
+
+    def __init__(self, world_size: int, timeout_seconds: float) -> None:
+        self.world_size = world_size
+        self.barrier = threading.Barrier(world_size, timeout=timeout_seconds)
+        self.slots: list[tuple[str, Any]] = [("", None)] * world_size
+
+    def meet(self, rank: int, key: str, value: T, combine: Callable[[list[T]], Any]) -> Any:
+        self.slots[rank] = (key, value)
+        self.barrier.wait()
+        keys = {k for k, _ in self.slots}
+        combined = combine([v for _, v in self.slots])
+        self.barrier.wait()  # nobody overwrites its slot before all have read
+        assert len(keys) == 1, f"ranks met in different collectives: {sorted(keys)}"
+        return combined
+
+
+class LoopbackTransport:
+    """All ranks in one process, one thread each; a collective is done when its call returns.
+
+    Stricter than a network: ranks that meet with different keys fail at once.
+
+    Example:
+        >>> LoopbackTransport.solo().world_size
+        1
+    """
+
+    def __init__(self, hub: _Hub, rank: int) -> None:
+        self._hub = hub
+        self.rank = rank
+        self.world_size = hub.world_size
+
+    @classmethod
+    def ring(cls, world_size: int, timeout_seconds: float = 30.0) -> list[LoopbackTransport]:
+        """Make one transport for each of `world_size` threads."""
+        hub = _Hub(world_size, timeout_seconds)
+        return [cls(hub, rank) for rank in range(world_size)]
+
+    @classmethod
+    def solo(cls) -> LoopbackTransport:
+        """Make the transport of a process that is alone."""
+        return cls.ring(1)[0]
+
+    def all_reduce(self, buffer: Tensor, *, key: str) -> Pending:
+        def total(parts: list[Tensor]) -> Tensor:
+            result = parts[0].clone()
+            for part in parts[1:]:
+                result += part
+            return result
+
+        result = self._hub.meet(self.rank, key, buffer, total)
+        buffer.copy_(result)
+        return _Done()
+
+    def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:
+        buffer.copy_(self._hub.meet(self.rank, key, buffer, lambda parts: parts[root].clone()))
+        return _Done()
+
+    def all_gather_object(self, value: T, *, key: str) -> list[T]:
+        return list(self._hub.meet(self.rank, key, value, list))
+
+    def broadcast_object(self, value: T, root: int, *, key: str) -> T:
+        result: T = self._hub.meet(self.rank, key, value, lambda parts: parts[root])
+        return result
+
+    def close(self) -> None:
+        return

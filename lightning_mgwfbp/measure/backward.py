@@ -1,0 +1,102 @@
+"""When does each gradient become ready? Timed inside real training steps.
+
+One hook per parameter notes the time; on a GPU it records an event on the stream, so that nothing
+waits for the device until the result is asked for.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class BackwardProfiler:
+    """Records, for every backward between `attach` and `detach`, when each gradient was ready.
+
+    A parameter that fires several times in one backward counts with its last time.
+
+    Args:
+        named_parameters: those that are to be watched; frozen ones are passed over.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        on_gpu = bool(self._named) and self._named[0][1].is_cuda
+        self._now = _device_event if on_gpu else time.perf_counter
+        self._handles: list[RemovableHandle] = []
+        self._backwards: list[_Backward] = []
+
+    def attach(self) -> None:
+        """Start to watch."""
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
+            for name, p in self._named
+        ]
+
+    def detach(self) -> None:
+        """Remove all hooks; what was recorded stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def begin(self) -> None:
+        """Say that a backward begins now. Without it a backward begins with its first gradient."""
+        self._backwards.append(_Backward(self._now()))
+
+    def end(self) -> None:
+        """Say that a step is over: the next gradient belongs to another backward."""
+        self._backwards.append(_Backward(None))
+
+    def forget(self) -> None:
+        """Drop what was recorded (the first step, in which memory and caches are still cold)."""
+        self._backwards.clear()
+
+    def ready_seconds(self) -> dict[str, float]:
+        """Return the median time from the beginning of backward to each gradient, by name.
+
+        In the order of readiness; parameters that never fired are absent.
+        """
+        times: dict[str, list[float]] = {}
+        for backward in self._backwards:
+            for name, seconds in backward.seconds().items():
+                times.setdefault(name, []).append(seconds)
+        medians = {name: statistics.median(t) for name, t in times.items()}
+        return dict(sorted(medians.items(), key=lambda item: item[1]))
+
+    def _on_gradient(self, name: str, _: Tensor) -> None:
+        if not self._backwards:
+            self.end()
+        self._backwards[-1].marks[name] = self._now()
+
+
+class _Backward:
+    def __init__(self, start: float | torch.cuda.Event | None) -> None:
+        self.start = start
+        self.marks: dict[str, float | torch.cuda.Event] = {}
+
+    def seconds(self) -> dict[str, float]:
+        if not self.marks:
+            return {}
+        start = self.start if self.start is not None else next(iter(self.marks.values()))
+        return {name: _seconds_between(start, mark) for name, mark in self.marks.items()}
+
+
+def _device_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3
+    assert not isinstance(end, torch.cuda.Event)
+    return end - start

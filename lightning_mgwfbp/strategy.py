@@ -1,0 +1,285 @@
+"""`MGWFBPStrategy`: Lightning's DDPStrategy with merged, planned gradient exchange in DDP's place.
+
+The model is not wrapped, so that checkpoints, hooks and callbacks see what they see without a
+strategy; what DistributedDataParallel does around a forward and a backward is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.metadata import version
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_mgwfbp.callbacks import WarmupCallback
+from lightning_mgwfbp.ddp_arguments import check_ddp_arguments
+from lightning_mgwfbp.engine.agreement import parameter_facts, require_agreement
+from lightning_mgwfbp.engine.merged_optimizer import MergedOptimizer
+from lightning_mgwfbp.engine.options import Options
+from lightning_mgwfbp.engine.reducer import Reducer
+from lightning_mgwfbp.engine.warmup import Tuned, WarmUp
+from lightning_mgwfbp.exchange.broadcast import broadcast_tensors
+from lightning_mgwfbp.exchange.compressors import Compressor
+from lightning_mgwfbp.exchange.exchangers import DenseExchanger
+from lightning_mgwfbp.exchange.torch_transport import TorchTransport
+from lightning_mgwfbp.plan import AlphaBeta, ModelProfile, Planner
+
+
+class MGWFBPStrategy(DDPStrategy):
+    """Data-parallel training whose gradients are merged by a measured plan and exchanged while
+    backward runs. Same results as `strategy="ddp"`.
+
+    Args:
+        planner: "auto", "optimal", "mgwfbp", "threshold", "wfbp", "single", a Planner, or the
+            path of a saved plan, ending in .json.
+        compressor: wire format, "fp16" or "bf16", or None for the gradients' own.
+        warmup_steps: optimizer steps to profile before the plan is made; the first is not counted.
+        replan_every_n_steps: profile and plan anew after so many steps.
+        profile: a saved ModelProfile or its path, in the place of profiling.
+        link: a saved AlphaBeta (seconds, seconds per byte) or its path, in the place of timing
+            the network.
+        broadcast_buffers: give all ranks rank 0's buffers before a forward, as DDP does.
+        forward_sync_buffers: DDP's newer name for `broadcast_buffers`.
+        init_sync: give all ranks rank 0's parameters and buffers at the start of fit.
+        static_graph: a promise that every backward uses the same parameters equally often.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
+            process_group_backend, timeout, start_method: as for DDPStrategy.
+        ddp_arguments: every other argument of DDPStrategy and DistributedDataParallel; refused or
+            warned about as `lightning_mgwfbp.ddp_arguments.TABLE` says.
+
+    Raises:
+        ValueError: an argument is out of range or cannot be honoured.
+    """
+
+    strategy_name = "mgwfbp"
+
+    def __init__(
+        self,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        planner: Literal["auto", "optimal", "mgwfbp", "threshold", "wfbp", "single"]
+        | Planner
+        | str = "auto",
+        compressor: Literal["fp16", "bf16"] | Compressor | None = None,
+        warmup_steps: int = 5,
+        replan_every_n_steps: int | None = None,
+        profile: ModelProfile | str | None = None,
+        link: AlphaBeta | str | None = None,
+        broadcast_buffers: bool | None = None,
+        forward_sync_buffers: bool | None = None,
+        init_sync: bool = True,
+        static_graph: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **ddp_arguments: Any,
+    ) -> None:
+        check_ddp_arguments(ddp_arguments)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._options = Options(
+            planner, compressor, warmup_steps, replan_every_n_steps, profile, link, static_graph
+        )
+        given = [b for b in (broadcast_buffers, forward_sync_buffers) if b is not None]
+        self._broadcast_buffers = all(given)
+        self._init_sync = init_sync
+        self._buffers_stale = True
+        self._transport: TorchTransport | None = None
+        self._merged: dict[int, MergedOptimizer] = {}
+        self.reducer: Reducer | None = None
+        self.warmup: WarmUp | None = None
+        self.tuned: Tuned | None = None
+        self.measured_exposed_seconds: float | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        if self.root_device.type == "mps":
+            raise ValueError(
+                f"`Trainer(strategy={self.strategy_name!r}, accelerator='mps')` cannot work: MPS"
+                " has no collectives. Use accelerator='cpu', or devices=1 without a strategy."
+            )
+        super().setup_environment()
+
+    @override
+    def configure_ddp(self) -> None:
+        """Takes the place of the wrapping in DDP: the ranks compare, then rank 0's state wins."""
+        if self.world_size == 1:
+            rank_zero_info(f"strategy {self.strategy_name!r}: one process, nothing to exchange.")
+            return
+        self._transport = TorchTransport(timeout=self._timeout)
+        require_agreement(self._transport, self._facts())
+        if self._init_sync:
+            state = [p for _, p in self._named_parameters()] + self._buffers()
+            broadcast_tensors(state, 0, self._transport)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if self._transport is None:
+            return
+        settings = self._options.settle(self._transport)
+        named = self._named_parameters()
+        exchanger = DenseExchanger(self._transport, settings.compressor)
+        self.reducer = Reducer(named, exchanger, static_graph=settings.static_graph)
+        step = super().optimizer_step
+        self._merged = {
+            id(o): MergedOptimizer.sharing(self.reducer, o, step) for o in self.optimizers
+        }
+        model = type(self.lightning_module).__name__
+        self.warmup = WarmUp(model, named, self._transport, self.reducer, settings)
+        tuned = self.warmup.start()
+        callback = self._warmup_callback(trainer)
+        if tuned is not None:
+            callback.on_plan(trainer, tuned)
+
+    def _warmup_callback(self, trainer: pl.Trainer) -> WarmupCallback:
+        """The user's, or one of the strategy's own."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        given = [c for c in callbacks if isinstance(c, WarmupCallback)]
+        if not given:
+            given = [WarmupCallback()]
+            callbacks[:0] = given
+        given[0].attach(self)
+        return given[0]
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._refresh_buffers()
+        # as in DDP: a forward whose backward is not exchanged leaves buffers to each rank
+        self._buffers_stale = self.reducer is not None and self.reducer.syncing
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._refresh_buffers()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        # the base class's, with averages in place before `on_after_backward` runs
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        if self.reducer is not None:
+            self.reducer.synchronize()
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        merged = self._merged.get(id(optimizer))
+        if merged is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        return merged.step(closure, model=model, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        if self.reducer is None:
+            yield
+        else:
+            with self.reducer.no_sync():
+                yield
+
+    @override
+    def teardown(self) -> None:
+        if self.warmup is not None:
+            self.warmup.stop()
+        if self.reducer is not None:
+            self.measured_exposed_seconds = self.reducer.exposed_seconds
+            self.reducer.close()
+        if self._transport is not None:
+            self._transport.close()
+        self._merged.clear()
+        self._transport = self.reducer = self.warmup = None
+        self._buffers_stale = True
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        for name, start_method in (
+            ("mgwfbp", "popen"),
+            ("mgwfbp_spawn", "spawn"),
+            ("mgwfbp_fork", "fork"),
+            ("mgwfbp_notebook", "fork"),
+        ):
+            strategy_registry.register(
+                name,
+                cls,
+                description=f"Merged, planned gradient exchange; start method {start_method!r}",
+                override=True,
+                start_method=start_method,
+            )
+
+    def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        module = self.lightning_module
+        assert module is not None
+        ignored = _ignored(module)
+        return [(name, p) for name, p in module.named_parameters() if name not in ignored]
+
+    def _buffers(self) -> list[Tensor]:
+        module = self.lightning_module
+        assert module is not None
+        ignored = _ignored(module)
+        return [b for name, b in module.named_buffers() if name not in ignored]
+
+    def _facts(self) -> dict[str, str]:
+        return {
+            "the version of lightning-mgwfbp": version("lightning-mgwfbp"),
+            **self._options.facts(),
+            "broadcast_buffers": repr(self._broadcast_buffers),
+            "init_sync": repr(self._init_sync),
+            **parameter_facts(self._named_parameters()),
+        }
+
+    def _refresh_buffers(self) -> None:
+        if self._transport is not None and self._broadcast_buffers and self._buffers_stale:
+            broadcast_tensors(self._buffers(), 0, self._transport)
+        self._buffers_stale = False
+
+
+def _ignored(module: Module) -> set[str]:
+    # what DistributedDataParallel honours too
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+MGWFBPStrategy.register_strategies(StrategyRegistry)
