@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import socket
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -49,7 +50,7 @@ class _Pool:
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], initialise: bool) -> list[Any]:
         port = free_port()
         for _, pipe in self.workers:
-            pipe.send((fn, args, initialise, port))
+            pipe.send((fn, args, initialise, port, list(warnings.filters)))
         results, errors = [], []
         for rank, (_, pipe) in enumerate(self.workers):
             try:
@@ -89,16 +90,13 @@ def _close_pools() -> None:
 
 
 def _serve(rank: int, world_size: int, pipe: Connection) -> None:
-    import warnings  # noqa: PLC0415
-
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    warnings.simplefilter("error")
     torch.set_num_threads(1)
     while True:
         try:
-            fn, args, initialise, port = pipe.recv()
+            fn, args, initialise, port, filters = pipe.recv()
         except EOFError:
             return
         os.environ.update(
@@ -109,9 +107,11 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
             WORLD_SIZE=str(world_size),
         )
         try:
-            if initialise:
-                dist.init_process_group("gloo", rank=rank, world_size=world_size)
-            answer = True, fn(rank, *args)
+            with warnings.catch_warnings():
+                warnings.filters[:] = filters  # type: ignore[index]
+                if initialise:
+                    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+                answer = True, fn(rank, *args)
         except BaseException:
             answer = False, f"--- rank {rank}\n{traceback.format_exc()}"
         if dist.is_initialized():

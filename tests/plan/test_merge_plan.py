@@ -1,0 +1,86 @@
+"""A failure here is a plan that is no partition, or that is read or written wrongly."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_mgwfbp.plan import MergePlan
+
+PLAN = MergePlan(("c", "b", "a"), ((0, 1), (1, 3)), "mgwfbp")
+FIELDS = {"format": 1, "planner": "mgwfbp", "names": ["c", "b", "a"], "groups": [[0, 1], [1, 3]]}
+
+
+def test_file(tmp_path: Path) -> None:
+    """A saved plan is not the plan that was saved."""
+    PLAN.save(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text()) == FIELDS
+    assert MergePlan.load(tmp_path / "plan.json") == PLAN
+
+
+def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    """Writing is not atomic: the target or a partial file is touched although writing failed."""
+    target = tmp_path / "plan.json"
+    target.mkdir()
+    with pytest.raises(OSError, match=r"plan\.json"):
+        PLAN.save(target)
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (),
+        ((0, 2),),
+        ((0, 4),),
+        ((1, 3),),
+        ((0, 1), (2, 3)),
+        ((0, 2), (1, 3)),
+        ((0, 0), (0, 3)),
+        ((1, 3), (0, 1)),
+    ],
+)
+def test_no_partition(groups: tuple[tuple[int, int], ...]) -> None:
+    """Groups with a gap, an overlap, an empty group or another order are accepted."""
+    with pytest.raises(ValueError, match=r"^groups must"):
+        MergePlan(("c", "b", "a"), groups)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("format", "1"),
+        ("planner", 1),
+        ("names", "cba"),
+        ("names", []),
+        ("names", ["c", "b", "b"]),
+        ("names", ["c", "b", ["a"]]),
+        ("groups", 3),
+        ("groups", [[0, 3, 3]]),
+        ("groups", ["03"]),
+        ("groups", [[0, 3.0]]),
+        ("groups", [[False, 3]]),
+        ("groups", [[0, 2]]),
+    ],
+)
+def test_wrong_file(field: str, value: object) -> None:
+    """A wrong value is accepted, or the error does not name file and field."""
+    with pytest.raises(ValueError, match=rf"^p\.json: '?{field}"):
+        MergePlan.from_json(json.dumps({**FIELDS, field: value}), "p.json")
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_missing_field(field: str) -> None:
+    """A key that is not there is not named."""
+    fields = {key: value for key, value in FIELDS.items() if key != field}
+    with pytest.raises(ValueError, match=rf"^p\.json: lacks the key '{field}'"):
+        MergePlan.from_json(json.dumps(fields), "p.json")
+
+
+def test_check_names() -> None:
+    """A plan of another model passes, or the error names no parameter."""
+    PLAN.check_names(["a", "b", "c"])
+    with pytest.raises(ValueError, match="the merge plan lacks the parameter 'd'"):
+        PLAN.check_names(["a", "b", "c", "d"])
+    with pytest.raises(ValueError, match="the merge plan has a foreign parameter 'c'"):
+        PLAN.check_names(["a", "b"])

@@ -1,0 +1,84 @@
+"""A failure here is in `lightning-mgwfbp plan`: its arguments, its output, or its errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_mgwfbp.cli import main
+from lightning_mgwfbp.plan import PLANNERS, AlphaBeta, DenseCost, ModelProfile, Threshold, simulate
+
+PROFILE = Path(__file__).parent / "data" / "profiles" / "resnet50.json"
+LINK = ("--alpha", "1e-4", "--beta", "8e-9")
+
+
+def run(*arguments: str) -> None:
+    assert main(["plan", *map(str, arguments)]) in (None, 0)
+
+
+def test_json_holds_what_the_simulator_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys, names or numbers of the JSON output differ from the planners' and the simulator's."""
+    run(str(PROFILE), *LINK, "--planner", "all", "--json")
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed) == list(PLANNERS)
+    profile, cost = ModelProfile.load(PROFILE), DenseCost(AlphaBeta(1e-4, 8e-9))
+    for name, planner in PLANNERS.items():
+        plan = planner.plan(profile, cost)
+        timeline = simulate(profile, plan, cost)
+        assert printed[name] == {
+            "groups": [list(group) for group in plan.groups],
+            "communication_end_seconds": timeline.communication_end_seconds,
+            "exposed_seconds": timeline.exposed_seconds,
+            "lower_bound_seconds": timeline.lower_bound_seconds,
+        }
+
+
+def test_auto_is_the_default_and_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """The default is not the exact planner under its own name."""
+    run(str(PROFILE), *LINK, "--json")
+    assert list(json.loads(capsys.readouterr().out)) == ["optimal"]
+
+
+def test_threshold_nbytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The threshold does not reach its planner, or has no effect without a word."""
+    run(str(PROFILE), *LINK, "--planner", "threshold", "--threshold-nbytes", "1000000", "--json")
+    profile, cost = ModelProfile.load(PROFILE), DenseCost(AlphaBeta(1e-4, 8e-9))
+    expected = [list(group) for group in Threshold(1_000_000).plan(profile, cost).groups]
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["threshold"]["groups"] == expected
+    assert printed.err == ""
+    run(str(PROFILE), *LINK, "--planner", "wfbp", "--threshold-nbytes", "5", "--json")
+    assert "--threshold-nbytes has no effect" in capsys.readouterr().err
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table does not show every planner's groups."""
+    run(str(PROFILE), *LINK, "--planner", "all")
+    printed = capsys.readouterr().out
+    assert all(f"\n{name}: [0, " in printed for name in PLANNERS)
+    assert "single: [0, 161)" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((PROFILE, *LINK, "--planner", "fastest"), "'fastest'"),
+        ((PROFILE, "--alpha=-1", "--beta", "0"), "alpha must be"),
+        ((PROFILE, "--alpha", "0", "--beta", "nan"), "beta must be"),
+        ((PROFILE, "--alpha", "soon", "--beta", "0"), "--alpha"),
+        ((PROFILE, "--beta", "0"), "--alpha"),
+        ((PROFILE, *LINK, "--planner", "threshold", "--threshold-nbytes=-1"), "nbytes"),
+        (("missing.json", *LINK), "missing.json"),
+        ((__file__, *LINK), "test_cli_plan.py: not JSON"),
+    ],
+)
+def test_bad_input(
+    arguments: tuple[object, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bad input ends otherwise than with code 2 and one line that names it."""
+    with pytest.raises(SystemExit) as exit_info:
+        run(*arguments)  # type: ignore[arg-type]
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
