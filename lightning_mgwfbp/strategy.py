@@ -37,6 +37,11 @@ from lightning_mgwfbp.exchange.broadcast import broadcast_tensors
 from lightning_mgwfbp.exchange.compressors import Compressor
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
+from lightning_mgwfbp.module_state import (
+    BufferRefresher,
+    exchanged_buffers,
+    exchanged_parameters,
+)
 from lightning_mgwfbp.plan import AlphaBeta, ModelProfile, Planner
 
 
@@ -110,7 +115,7 @@ class MGWFBPStrategy(DDPStrategy):
         given = [b for b in (broadcast_buffers, forward_sync_buffers) if b is not None]
         self._broadcast_buffers = all(given)
         self._init_sync = init_sync
-        self._buffers_stale = True
+        self._buffers: BufferRefresher | None = None
         self._transport: TorchTransport | None = None
         self._merged: dict[int, MergedOptimizer] = {}
         self.reducer: Reducer | None = None
@@ -133,26 +138,31 @@ class MGWFBPStrategy(DDPStrategy):
         if self.world_size == 1:
             rank_zero_info(f"strategy {self.strategy_name!r}: one process, nothing to exchange.")
             return
+        module = self.lightning_module
+        assert module is not None
         self._transport = TorchTransport(timeout=self._timeout)
-        require_agreement(self._transport, self._facts())
+        require_agreement(self._transport, self._facts(module))
         if self._init_sync:
-            state = [p for _, p in self._named_parameters()] + self._buffers()
-            broadcast_tensors(state, 0, self._transport)
+            parameters = [p for _, p in exchanged_parameters(module)]
+            broadcast_tensors(parameters + exchanged_buffers(module), 0, self._transport)
+        if self._broadcast_buffers:
+            self._buffers = BufferRefresher(module, self._transport)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        if self._transport is None:
-            return
+        module = self.lightning_module
+        if self._transport is None or module is None:
+            return  # one process, or no fit
         settings = self._options.settle(self._transport)
-        named = self._named_parameters()
+        named = exchanged_parameters(module)
         exchanger = DenseExchanger(self._transport, settings.compressor)
         self.reducer = Reducer(named, exchanger, static_graph=settings.static_graph)
         step = super().optimizer_step
         self._merged = {
             id(o): MergedOptimizer.sharing(self.reducer, o, step) for o in self.optimizers
         }
-        model = type(self.lightning_module).__name__
+        model = type(module).__name__
         self.warmup = WarmUp(model, named, self._transport, self.reducer, settings)
         tuned = self.warmup.start()
         callback = self._warmup_callback(trainer)
@@ -171,14 +181,14 @@ class MGWFBPStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._refresh_buffers()
-        # as in DDP: a forward whose backward is not exchanged leaves buffers to each rank
-        self._buffers_stale = self.reducer is not None and self.reducer.syncing
+        if self._buffers is not None and self.reducer is not None:
+            self._buffers.before_forward(goes_stale=self.reducer.syncing)
         return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._refresh_buffers()
+        if self._buffers is not None:
+            self._buffers.before_forward(goes_stale=False)
         return super().validation_step(*args, **kwargs)
 
     @override
@@ -229,8 +239,7 @@ class MGWFBPStrategy(DDPStrategy):
         if self._transport is not None:
             self._transport.close()
         self._merged.clear()
-        self._transport = self.reducer = self.warmup = None
-        self._buffers_stale = True
+        self._transport = self._buffers = self.reducer = self.warmup = None
         super().teardown()
 
     @classmethod
@@ -250,36 +259,14 @@ class MGWFBPStrategy(DDPStrategy):
                 start_method=start_method,
             )
 
-    def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        module = self.lightning_module
-        assert module is not None
-        ignored = _ignored(module)
-        return [(name, p) for name, p in module.named_parameters() if name not in ignored]
-
-    def _buffers(self) -> list[Tensor]:
-        module = self.lightning_module
-        assert module is not None
-        ignored = _ignored(module)
-        return [b for name, b in module.named_buffers() if name not in ignored]
-
-    def _facts(self) -> dict[str, str]:
+    def _facts(self, module: pl.LightningModule) -> dict[str, str]:
         return {
             "the version of lightning-mgwfbp": version("lightning-mgwfbp"),
             **self._options.facts(),
             "broadcast_buffers": repr(self._broadcast_buffers),
             "init_sync": repr(self._init_sync),
-            **parameter_facts(self._named_parameters()),
+            **parameter_facts(exchanged_parameters(module)),
         }
-
-    def _refresh_buffers(self) -> None:
-        if self._transport is not None and self._broadcast_buffers and self._buffers_stale:
-            broadcast_tensors(self._buffers(), 0, self._transport)
-        self._buffers_stale = False
-
-
-def _ignored(module: Module) -> set[str]:
-    # what DistributedDataParallel honours too
-    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 MGWFBPStrategy.register_strategies(StrategyRegistry)

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from lightning_mgwfbp.exchange.buckets import Bucket, real_dtype
+from lightning_mgwfbp.exchange.buckets import Bucket
 from lightning_mgwfbp.plan import (
     AlphaBeta,
     DenseCost,
@@ -55,13 +55,20 @@ class Layout:
             for i in part:
                 self.bucket_of[i] = bucket
         self.unplanned = [i for i, bucket in enumerate(self.bucket_of) if bucket < 0]
+        self._names = names
+
+    def describe(self, bucket: int) -> str:
+        """Say which merge group a bucket is (part) of, and what it carries."""
+        group, members = self.group_of_bucket[bucket], self.members[bucket]
+        first, last = self._names[members[0]], self._names[members[-1]]
+        return f"merge group {group} of {len(self.plan.groups)} ({first} to {last})"
 
 
 def split_by_storage(indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Split `indices` by what cannot lie in one buffer: real dtype and device."""
+    """Split `indices` by what cannot lie in one buffer: dtype and device."""
     parts: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i in indices:
-        place = (real_dtype(parameters[i].dtype), parameters[i].device)
+        place = (parameters[i].dtype, parameters[i].device)
         parts.setdefault(place, []).append(i)
     return list(parts.values())
 

@@ -9,11 +9,6 @@ all ranks issue the same sequence of collectives.
 [Note: the last bucket] It is held back until backward has ended. Its last gradient is the last one
 of backward anyway, and so its tail can tell the other ranks, without a message of its own, that
 this rank has gradients which no bucket carried: see `_amend`.
-
-[Note: parts] While a bucket is on its way its parameters' `.grad` is None, so that whatever
-autograd adds meanwhile (a second firing, a second backward) lands in a tensor of its own: a late
-part. Averages of an earlier exchange that are still in `.grad` when new gradients arrive are set
-aside and added back, so that each gradient is averaged once.
 """
 
 from __future__ import annotations
@@ -26,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mgwfbp.engine.layout import Layout, adapted_plan, provisional_plan, split_by_storage
+from lightning_mgwfbp.engine.ledger import GradientLedger
 from lightning_mgwfbp.engine.membership import Membership
 from lightning_mgwfbp.exchange.buckets import Bucket
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchange
@@ -72,14 +68,14 @@ class Reducer:
         count = len(named)
         self._fired = [0] * count  # since backward began
         self._expected = [0] * count  # the most often a parameter fired in one backward
-        self._accumulated = [False] * count  # there is something new since the last exchange
-        self._averaged = [False] * count  # .grad may still hold an average
-        self._aside: dict[int, Tensor] = {}
         self._syncing = True
         self._overlap = False
         self.exchanges = 0
         self.structure_version = 0
-        self._membership = Membership(self._parameters, self._set_average_aside, self._on_gradient)
+        self._ledger = GradientLedger(self._names, self._parameters)
+        self._membership = Membership(
+            self._parameters, before=self._ledger.set_average_aside, after=self._on_gradient
+        )
         self._lay_out(provisional_plan(self._names, self._parameters, trainable))
         self._reset()
 
@@ -177,16 +173,8 @@ class Reducer:
         self._running = False
         self._late = False
 
-    def _set_average_aside(self, i: int, _: object) -> None:
-        # [Note: parts]; autograd would add to it in place
-        if self._averaged[i]:
-            self._averaged[i] = False
-            parameter = self._parameters[i]
-            if parameter.grad is not None:
-                self._aside[i], parameter.grad = parameter.grad, None
-
     def _on_gradient(self, i: int, _: object) -> None:
-        self._accumulated[i] = True
+        self._ledger.is_new[i] = True
         if not self._syncing:
             return
         if not self._running:
@@ -215,54 +203,31 @@ class Reducer:
 
     def _launch(self, number: int, notice: bool = False) -> None:
         bucket = self._layout.buckets[number]
-        bucket.pack([self._take(i) for i in self._layout.members[number]], notice)
+        bucket.pack([self._ledger.take(i) for i in self._layout.members[number]], notice)
         self._launched = number + 1
         with self._named_errors(number):
             exchange = self._exchanger.start(bucket, key=f"bucket {number}")
         self._exchanges.append(exchange)
-
-    def _take(self, i: int) -> Tensor | None:
-        """Return what this rank has accumulated for parameter `i`; set aside what is older."""
-        parameter = self._parameters[i]
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            return None
-        if not self._accumulated[i]:
-            self._aside[i] = gradient
-            return None
-        if gradient.layout is not torch.strided:
-            raise TypeError(
-                f"The gradient of {self._names[i]!r} is sparse, which cannot be exchanged yet:"
-                " build its module with sparse=False."
-            )
-        return gradient
 
     def _finish(self, number: int) -> dict[int, Tensor]:
         """Put the averages of one bucket in place; return the late parts by parameter."""
         with self._named_errors(number):
             self._exchanges[number].finish()
         members, bucket = self._layout.members[number], self._layout.buckets[number]
-        complete = all(self._accumulated[i] for i in members)
+        complete = all(self._ledger.is_new[i] for i in members)
         used = [True] * len(members) if complete else bucket.used()
         late = {}
-        for i, view, somewhere in zip(members, bucket.gradients(), used, strict=True):
-            parameter = self._parameters[i]
-            if parameter.grad is not None:
-                late[i] = parameter.grad
-            aside = self._aside.pop(i, None)
-            if somewhere:
-                parameter.grad = view if aside is None else view.add_(aside)
-            else:
-                parameter.grad = aside
-            self._averaged[i] = True
-            self._accumulated[i] = False
+        for i, average, somewhere in zip(members, bucket.gradients(), used, strict=True):
+            part = self._ledger.put(i, average if somewhere else None)
+            if part is not None:
+                late[i] = part
         return late
 
     def _has_more_than_buckets_carry(self) -> bool:
         for i in self._membership.hook_unfrozen():
             # what it has accumulated came unseen
             if self._parameters[i].grad is not None:
-                self._accumulated[i] = True
+                self._ledger.is_new[i] = True
                 self._late |= self._layout.bucket_of[i] < self._launched
         return self._membership.changed() or self._late
 
@@ -274,9 +239,10 @@ class Reducer:
         """
         joining = self._membership.joining()
         for i in joining:
-            parameter = self._parameters[i]
-            if parameter.grad is not None:
-                late[i], parameter.grad = parameter.grad, None
+            self._ledger.is_new[i] = True  # its hooks were not there to say so
+            part = self._ledger.take(i)
+            if part is not None:
+                late[i] = part
         members = self._membership.staying() + joining
         everyone = self._exchanger.transport.all_gather_object(
             (sorted(late), members), key="amendment"
@@ -286,10 +252,8 @@ class Reducer:
             bucket = Bucket([self._parameters[i] for i in indices])
             bucket.pack([late.get(i) for i in indices])
             self._exchanger.start(bucket, key="amendment").finish()
-            for i, view in zip(indices, bucket.gradients(), strict=True):
-                parameter = self._parameters[i]
-                parameter.grad = view if parameter.grad is None else parameter.grad.add_(view)
-                self._averaged[i] = True
+            for i, average in zip(indices, bucket.gradients(), strict=True):
+                self._ledger.add(i, average)
         planned = {self._names[i] for _, theirs in everyone for i in theirs}
         if planned != set(self.plan.names):
             self._lay_out(adapted_plan(self.plan, self._names, self._parameters, planned))
@@ -300,11 +264,9 @@ class Reducer:
         try:
             yield
         except RuntimeError as error:
-            names = [self._names[i] for i in self._layout.members[number]]
             raise RuntimeError(
-                f"Rank {self._exchanger.transport.rank}: exchanging merge group"
-                f" {self._layout.group_of_bucket[number]} of {len(self.plan.groups)}"
-                f" ({names[0]} to {names[-1]}) failed: {error} The usual cause is a rank that"
+                f"Rank {self._exchanger.transport.rank}: exchanging"
+                f" {self._layout.describe(number)} failed: {error} The usual cause is a rank that"
                 " raised, was killed, or was stopped for longer than the timeout: read the other"
                 " ranks' output first."
             ) from error

@@ -23,7 +23,7 @@ class Bucket:
     contiguous ones.
 
     Args:
-        parameters: of one real dtype (see `real_dtype`) and one device.
+        parameters: of one dtype and one device.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -39,11 +39,6 @@ class Bucket:
     def buffer(self) -> Tensor:
         """What is exchanged, (numel + tail,)."""
         return self._buffer
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gradients alone."""
-        return sum(self._sizes) * self._buffer.itemsize
 
     def pack(self, gradients: Sequence[Tensor | None], notice: bool = False) -> None:
         """Write each parameter's gradient, zeros for None, and the tail.

@@ -1,0 +1,59 @@
+"""The command `lightning-mgwfbp`: argument parsing only.
+
+`fit`, `validate`, `test` and `predict` are LightningCLI's own, model and data given by class_path;
+every other command is a module with `add_arguments(parser)` and `run(arguments)`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_mgwfbp import plan_command
+
+LIGHTNING_COMMANDS = {
+    "fit": "train a model (LightningCLI)",
+    "validate": "evaluate a model on validation data (LightningCLI)",
+    "test": "evaluate a model on test data (LightningCLI)",
+    "predict": "run a model on data (LightningCLI)",
+}
+COMMANDS = {
+    "plan": (plan_command, "plan the merge groups of a saved profile, without training"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, since usage is what `--help` is for."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int | None:
+    """Run the command line `argv` (default: this process's own); exit code 2 for bad input."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in LIGHTNING_COMMANDS:
+        LightningCLI(
+            args=argv,
+            save_config_kwargs={"overwrite": True},
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+        )
+        return None
+    parser = _Parser(prog="lightning-mgwfbp", description="Merged, overlapped gradient exchange.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, summary in LIGHTNING_COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, parser=command)
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except (OSError, ValueError) as error:
+        arguments.parser.error(str(error))
+    return None

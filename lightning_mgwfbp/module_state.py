@@ -1,0 +1,48 @@
+"""What of a LightningModule takes part in data-parallel training, and the refreshing of buffers."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lightning_mgwfbp.exchange.broadcast import broadcast_tensors
+from lightning_mgwfbp.exchange.transport import Transport
+
+
+def exchanged_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All named parameters but those that the module asks DDP to ignore."""
+    ignored = _ignored(module)
+    return [(name, p) for name, p in module.named_parameters() if name not in ignored]
+
+
+def exchanged_buffers(module: nn.Module) -> list[Tensor]:
+    """All buffers but those that the module asks DDP to ignore."""
+    ignored = _ignored(module)
+    return [b for name, b in module.named_buffers() if name not in ignored]
+
+
+def _ignored(module: nn.Module) -> set[str]:
+    # the attribute in which DistributedDataParallel looks for the same
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+class BufferRefresher:
+    """Gives all ranks rank 0's buffers before a forward that follows an exchanged one, as DDP does.
+
+    Between the micro-batches of an accumulation window each rank's buffers go their own way, and
+    validation begins with the same ones everywhere.
+    """
+
+    def __init__(self, module: nn.Module, transport: Transport) -> None:
+        self._module = module
+        self._transport = transport
+        self._stale = True
+
+    def before_forward(self, *, goes_stale: bool) -> None:
+        """Refresh where due; collective then.
+
+        Args:
+            goes_stale: whether gradients of the coming forward will be exchanged.
+        """
+        if self._stale:
+            broadcast_tensors(exchanged_buffers(self._module), 0, self._transport)
+        self._stale = goes_stale
