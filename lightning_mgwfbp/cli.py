@@ -5,6 +5,7 @@ every other command is a module with `add_arguments(parser)` and `run(arguments)
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -31,16 +32,23 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+def lightning_cli(argv: Sequence[str]) -> LightningCLI:
+    """Run Lightning's own command line, any model and data; return what it built."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: a class_path is found where one is
+    return LightningCLI(
+        args=list(argv),
+        save_config_kwargs={"overwrite": True},
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int | None:
     """Run the command line `argv` (default: this process's own); exit code 2 for bad input."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in LIGHTNING_COMMANDS:
-        LightningCLI(
-            args=argv,
-            save_config_kwargs={"overwrite": True},
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-        )
+        lightning_cli(argv)
         return None
     parser = _Parser(prog="lightning-mgwfbp", description="Merged, overlapped gradient exchange.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

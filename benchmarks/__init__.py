@@ -1,0 +1,1 @@
+"""Benchmarks of gradient exchange: see README.md beside this file."""

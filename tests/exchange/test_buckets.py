@@ -1,0 +1,103 @@
+"""A failure here is a gradient that lies wrongly in its merge group's flat buffer."""
+
+import pytest
+import torch
+from loopback import same_bits
+from torch import Tensor
+
+from lightning_mgwfbp.exchange.buckets import Bucket, real_dtype
+
+
+def random_like(parameter: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
+
+
+MIXED = {
+    "float32": [torch.empty(3, 4), torch.empty(()), torch.empty(0, 5), torch.empty(7)],
+    "bfloat16": [torch.empty(5, dtype=torch.bfloat16), torch.empty(2, 2, dtype=torch.bfloat16)],
+    "complex": [
+        torch.empty(3, dtype=torch.complex64),
+        torch.empty((), dtype=torch.complex64),
+        torch.empty(2, 2),
+    ],
+    "channels_last": [
+        torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.empty(3, 5).t(),
+    ],
+    "not dense": [torch.empty(1).expand(4), torch.empty(4, 6)[:, ::2]],
+}
+
+
+@pytest.mark.parametrize("parameters", MIXED.values(), ids=MIXED)
+def test_gradients_come_back_bit_for_bit(parameters: list[Tensor]) -> None:
+    """Offsets, shapes, or the pairs of reals of complex numbers."""
+    bucket = Bucket(parameters)
+    given = [random_like(p, seed) for seed, p in enumerate(parameters)]
+    bucket.pack(given)
+    assert all(map(same_bits, bucket.gradients(), given))
+    assert bucket.buffer.dtype == real_dtype(parameters[0].dtype)
+
+
+def test_strides_are_the_parameters_own() -> None:
+    """Gradients of channels_last weights change their layout, which slows the optimizer down."""
+    parameters = MIXED["channels_last"]
+    bucket = Bucket(parameters)
+    bucket.pack([random_like(p, 0) for p in parameters])
+    assert [g.stride() for g in bucket.gradients()] == [p.stride() for p in parameters]
+
+
+def test_a_lazy_conjugate_is_sent_as_what_it_means() -> None:
+    """Imaginary parts arrive with the wrong sign."""
+    parameter = torch.empty(3, dtype=torch.complex128)
+    lazy = random_like(parameter, 1).conj()
+    assert lazy.is_conj()
+    bucket = Bucket([parameter])
+    bucket.pack([lazy])
+    assert same_bits(bucket.gradients()[0], lazy.resolve_conj())
+
+
+def test_flags_and_notice() -> None:
+    """The tail: who was used, and the value behind it; what was there before must be gone."""
+    bucket = Bucket([torch.empty(2), torch.empty(3), torch.empty(0)])
+    bucket.pack([torch.ones(2), torch.ones(3), torch.ones(0)], notice=True)
+    assert bucket.used() == [True, True, True]
+    assert bucket.noticed()
+    bucket.pack([None, torch.ones(3), None])
+    assert bucket.used() == [False, True, False]
+    assert not bucket.noticed()
+    assert torch.equal(bucket.gradients()[0], torch.zeros(2))
+    assert bucket.buffer.numel() == 5 + 3 + 1
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda view: view,
+        lambda view: view.detach(),
+        lambda view: view[1:],
+        lambda view: view.numpy(),
+        lambda view: view.view(torch.int32),
+    ],
+    ids=["view", "detach", "slice", "numpy", "other dtype"],
+)
+def test_what_somebody_holds_is_never_overwritten(hold: object) -> None:
+    """A gradient that the user kept changes under their hands in the next step."""
+    bucket = Bucket([torch.empty(3)])
+    bucket.pack([torch.tensor([1.0, 2.0, 3.0])])
+    held = hold(bucket.gradients()[0])  # type: ignore[operator]
+    before = held.tolist()
+    bucket.pack([torch.full((3,), 9.0)])
+    assert held.tolist() == before
+    assert bucket.gradients()[0].tolist() == [9.0] * 3
+
+
+def test_the_storage_stays_while_nobody_holds_it() -> None:
+    """Memory is taken anew in every step."""
+    bucket = Bucket([torch.empty(3), torch.empty(2)])
+    places = set()
+    for step in range(4):
+        bucket.pack([torch.full((3,), float(step)), None])
+        places.add(bucket.buffer.data_ptr())
+        assert {g.untyped_storage().data_ptr() for g in bucket.gradients()} == places
+    assert len(places) == 1

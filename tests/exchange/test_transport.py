@@ -1,0 +1,109 @@
+"""A failure here is a transport that breaks the contract which everything above it relies on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loopback import on_ranks, same_bits
+from ranks import run_ranks
+
+from lightning_mgwfbp.exchange.torch_transport import TorchTransport
+from lightning_mgwfbp.exchange.transport import LoopbackTransport, Transport
+
+
+def _over_gloo(_: int, check: Callable[[Transport], Any]) -> Any:
+    transport = TorchTransport()
+    try:
+        return check(transport)
+    finally:
+        transport.close()
+
+
+def loopback(check: Callable[[Transport], Any]) -> list[Any]:
+    return on_ranks(check)
+
+
+def gloo(check: Callable[[Transport], Any]) -> list[Any]:
+    return run_ranks(_over_gloo, check)
+
+
+over_each = pytest.mark.parametrize("run", [loopback, gloo], ids=lambda run: run.__name__)
+Run = Callable[[Callable[[Transport], Any]], list[Any]]
+
+
+def sums(transport: Transport) -> list[Any]:
+    assert transport.world_size == 2
+    buffers = [
+        torch.full((3,), 1.0 + transport.rank),
+        torch.full((2, 2), 1.0 + transport.rank, dtype=torch.float64),
+        torch.tensor(5 * transport.rank),
+        torch.full((4,), 0.5, dtype=torch.bfloat16),
+        torch.full((4,), 200 * transport.rank, dtype=torch.uint8),
+    ]
+    pending = [transport.all_reduce(b, key=f"{i}") for i, b in enumerate(buffers)]
+    for p in pending:
+        p.wait()
+    return [transport.rank, *(b.tolist() for b in buffers)]
+
+
+@over_each
+def test_all_reduce_sums_in_place(run: Run) -> None:
+    """Sums of any shape and dtype, several in flight."""
+    expected = [[3.0] * 3, [[3.0] * 2] * 2, 5, [1.0] * 4, [200] * 4]
+    assert run(sums) == [[0, *expected], [1, *expected]]
+
+
+def copies(transport: Transport) -> list[torch.Tensor]:
+    received = []
+    for root in range(transport.world_size):
+        buffer = torch.tensor([torch.nan, -0.0, float(transport.rank)])
+        transport.broadcast(buffer, root, key=f"{root}").wait()
+        received.append(buffer)
+    return received
+
+
+@over_each
+def test_broadcast_copies_the_roots_bits(run: Run) -> None:
+    """Another rank's value, or NaN and minus zero lost on the way."""
+    for received in run(copies):
+        for root, buffer in enumerate(received):
+            assert same_bits(buffer, torch.tensor([torch.nan, -0.0, float(root)]))
+
+
+def objects(transport: Transport) -> tuple[Any, Any, Any]:
+    own = {"rank": transport.rank, "text": "x" * (1 + 1000 * transport.rank)}
+    gathered = transport.all_gather_object(own, key="gather")
+    given = [transport.broadcast_object(own, root, key=f"{root}") for root in (0, 1)]
+    return [g["rank"] for g in gathered], [len(g["text"]) for g in gathered], given
+
+
+@over_each
+def test_objects_arrive_whole_and_in_the_order_of_ranks(run: Run) -> None:
+    """Values of different size on the ranks, or the wrong root."""
+    for ranks, lengths, given in run(objects):
+        assert ranks == [0, 1]
+        assert lengths == [1, 1001]
+        assert [g["rank"] for g in given] == [0, 1]
+
+
+def mismatched(transport: LoopbackTransport) -> None:
+    transport.all_reduce(torch.zeros(1), key=f"bucket {transport.rank}").wait()
+
+
+def test_ranks_that_meet_with_different_keys_fail() -> None:
+    """A wrong launch order would go unseen by every test on the loopback."""
+    with pytest.raises(AssertionError, match=r"different collectives.*bucket 0.*bucket 1"):
+        on_ranks(mismatched)
+
+
+def one_leaves(transport: LoopbackTransport) -> None:
+    if transport.rank == 0:
+        raise KeyError("this rank")
+    transport.all_reduce(torch.zeros(1), key="bucket 0").wait()
+
+
+def test_a_rank_that_raises_ends_the_others() -> None:
+    """The tests' own threads hang instead of saying what went wrong."""
+    with pytest.raises(KeyError, match="this rank"):
+        on_ranks(one_leaves)
