@@ -16,7 +16,9 @@ WFBP = {"planner": "wfbp", "warmup_steps": 3}
 def both(ours: dict[str, Any] | None = None, oracle: str = "ddp", **kwargs: Any) -> Any:
     """Results of rank 0 and 1 under mgwfbp and under DDP."""
     world_size = kwargs.pop("world_size", 2)
-    mgwfbp = train_ranks(_train, "mgwfbp", {"strategy_kwargs": ours or WFBP, **kwargs}, world_size=world_size)
+    mgwfbp = train_ranks(
+        _train, "mgwfbp", {"strategy_kwargs": ours or WFBP, **kwargs}, world_size=world_size
+    )
     ddp = train_ranks(_train, oracle, kwargs, world_size=world_size)
     return mgwfbp, ddp
 

@@ -115,7 +115,7 @@ def _read(
         try:
             outcome = kind.load(given)
         except (OSError, ValueError) as error:
-            outcome = ValueError(f"`{argument}={given!r}`: {error}")
+            outcome = ValueError(f"`{argument}=...`: {error}")
     outcome = transport.broadcast_object(outcome, 0, key=argument)
     if isinstance(outcome, ValueError):
         raise outcome

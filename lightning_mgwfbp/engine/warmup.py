@@ -19,6 +19,7 @@ from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.measure.backward import BackwardProfiler
 from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Timeline, simulate
+from lightning_mgwfbp.plan.records import located
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,11 @@ class WarmUp:
     def start(self) -> Tuned | None:
         """Install a saved plan, or plan by a saved profile, or begin to watch."""
         if isinstance(self._settings.planner, MergePlan):
-            self._reducer.install(self._settings.planner)
+            with located("`planner=...`"):
+                self._reducer.install(self._settings.planner)
         elif self._settings.profile is not None:
-            self._settings.profile.check_names(self._reducer.plan.names)
+            with located("`profile=...`"):
+                self._settings.profile.check_names(self._reducer.plan.names)
             return self._tune(self._settings.profile)
         else:
             self.restart()

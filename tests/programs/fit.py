@@ -1,0 +1,55 @@
+"""Started by tests as a user's script: fit a small model and print each rank's weights.
+
+python fit.py '{"strategy": {...}, "trainer": {...}, "frozen": false}'
+"""
+
+import json
+import os
+import sys
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mgwfbp import MGWFBPStrategy
+
+
+class Line(pl.LightningModule):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.net.requires_grad_(not frozen)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    pl.seed_everything(1, verbose=False)
+    trainer = pl.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 2,
+            "max_steps": 8,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "strategy": MGWFBPStrategy(**options.get("strategy", {})),
+            **options.get("trainer", {}),
+        }
+    )
+    model = Line(options.get("frozen", False))
+    data = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    trainer.fit(model, DataLoader(TensorDataset(data), batch_size=4))
+    total = sum(p.double().sum().item() for p in model.parameters())
+    print(f"\nRESULT {os.getpid()} {trainer.global_rank} {trainer.world_size} {total:.12f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
