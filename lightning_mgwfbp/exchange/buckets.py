@@ -34,6 +34,7 @@ class Bucket:
         self._buffer = torch.empty(
             sum(self._sizes) + self._tail, dtype=real_dtype(sample.dtype), device=sample.device
         )
+        self._views: list[Tensor] = []
 
     @property
     def buffer(self) -> Tensor:
@@ -50,6 +51,7 @@ class Bucket:
         self._let_go_of_held_views()
         *chunks, tail = self._chunks()
         views = [_as_gradient(c, p) for c, p in zip(chunks, self.parameters, strict=True)]
+        self._views = list(views)
         tail.fill_(1)
         tail[-1] = notice
         given = [g for g in gradients if g is not None]
@@ -59,17 +61,18 @@ class Bucket:
             torch._foreach_zero_([v for v, has in zip(views, present, strict=True) if not has])
             views = [v for v, has in zip(views, present, strict=True) if has]
         if given:
-            # a lazily conjugated gradient must be materialised before it is sent
-            torch._foreach_copy_(views, [g.resolve_conj() for g in given])
+            if given[0].is_complex():
+                given = [g.resolve_conj() for g in given]  # a lazy conjugate must not be sent
+            torch._foreach_copy_(views, given)
 
     def gradients(self) -> list[Tensor]:
-        """Return one fresh view for each parameter, of its shape and dtype.
+        """Hand out one view for each parameter, of its shape and dtype; once after each `pack`.
 
-        Fresh, because the bucket keeps none: whoever still holds one of them keeps the storage
-        in use, which `pack` sees.
+        The bucket keeps none of them: whoever still holds one when the next `pack` comes keeps
+        the storage in use, which `pack` sees.
         """
-        chunks = self._chunks()[:-1]
-        return [_as_gradient(c, p) for c, p in zip(chunks, self.parameters, strict=True)]
+        views, self._views = self._views, []
+        return views
 
     def used(self) -> list[bool]:
         """Which parameters had a gradient on any rank. Waits for the device."""
@@ -98,7 +101,7 @@ def _as_gradient(chunk: Tensor, parameter: Tensor) -> Tensor:
     if parameter.is_complex():
         return torch.view_as_complex(chunk.view(*parameter.shape, 2))
     if parameter.is_contiguous() or not _is_dense(parameter):
-        return chunk.view(parameter.shape)
+        return chunk.view_as(parameter)  # more than twice as fast as view(shape)
     return chunk.as_strided(parameter.shape, parameter.stride())
 
 
