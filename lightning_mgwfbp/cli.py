@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_mgwfbp import plan_command
+from lightning_mgwfbp import bench, plan_command
 
 LIGHTNING_COMMANDS = {
     "fit": "train a model (LightningCLI)",
@@ -21,6 +21,7 @@ LIGHTNING_COMMANDS = {
     "predict": "run a model on data (LightningCLI)",
 }
 COMMANDS = {
+    "bench": (bench, "time the link and fit alpha and beta"),
     "plan": (plan_command, "plan the merge groups of a saved profile, without training"),
 }
 
@@ -32,12 +33,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def lightning_cli(argv: Sequence[str]) -> LightningCLI:
-    """Run Lightning's own command line, any model and data; return what it built."""
+def lightning_cli(argv: Sequence[str] | None) -> LightningCLI:
+    """Run Lightning's own command line, any model and data; return what it built.
+
+    Args:
+        argv: None for this process's own, about which LightningCLI would warn if they were given.
+    """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a class_path is found where one is
     return LightningCLI(
-        args=list(argv),
+        args=None if argv is None else list(argv),
         save_config_kwargs={"overwrite": True},
         subclass_mode_model=True,
         subclass_mode_data=True,
@@ -46,8 +51,8 @@ def lightning_cli(argv: Sequence[str]) -> LightningCLI:
 
 def main(argv: Sequence[str] | None = None) -> int | None:
     """Run the command line `argv` (default: this process's own); exit code 2 for bad input."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] in LIGHTNING_COMMANDS:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in LIGHTNING_COMMANDS:
         lightning_cli(argv)
         return None
     parser = _Parser(prog="lightning-mgwfbp", description="Merged, overlapped gradient exchange.")
@@ -59,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(words)
     try:
         arguments.run(arguments)
     except (OSError, ValueError) as error:
