@@ -83,8 +83,8 @@ def test_gpt_has_about_ten_million_parameters_and_tied_embeddings() -> None:
     """Failing: the size that the benchmarks quote, or the shared input and output embedding."""
     module = GPTModule()
     block = 12 * 384**2 + 13 * 384
-    expected = 6 * block + (256 + 128) * 384 + 2 * 384
-    assert sum(p.numel() for p in module.parameters()) == expected == 10_795_008
+    expected = 6 * block + (256 + 64) * 384 + 2 * 384
+    assert sum(p.numel() for p in module.parameters()) == expected == 10_770_432
     assert module.head.weight is module.token_embedding.weight
 
 
@@ -104,8 +104,10 @@ def test_gpt_rejects_bad_sizes() -> None:
     """Failing: a size that cannot work is no longer named before training starts."""
     with pytest.raises(ValueError, match=r"heads=3, width=32"):
         tiny_gpt(heads=3)
-    with pytest.raises(ValueError, match=r"StdlibText\(block_size=128\)"):
+    with pytest.raises(ValueError, match=r"StdlibText\(block_size=64\)"):
         StdlibText(max_bytes=1000).setup("fit")
+    with pytest.raises(ValueError, match=r"GPTModule\(context=16\).* 17 tokens"):
+        tiny_gpt()(torch.zeros(1, 17, dtype=torch.long))
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")

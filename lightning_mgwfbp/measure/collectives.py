@@ -16,7 +16,10 @@ from lightning_mgwfbp.exchange.transport import Transport
 
 _SMALLEST_NBYTES = 8
 _MOST_IN_FLIGHT = 4
-_REPEATS = 5
+_GROWTH = 4  # from one size to the next
+_QUICK_SECONDS = 0.01  # what is so short is repeated more often: it is noisier, too
+_MOST_REPEATS = 15
+_FEWEST_REPEATS = 3
 
 
 def time_all_reduce(
@@ -25,17 +28,18 @@ def time_all_reduce(
     largest_nbytes: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    budget_seconds: float = 2.0,
+    budget_seconds: float = 3.0,
 ) -> list[tuple[float, float]]:
-    """Time all-reduces from a few bytes to `largest_nbytes`, in steps of four.
+    """Time all-reduces from a few bytes to `largest_nbytes`, each size four times the last.
 
     Args:
         transport: every rank must call this at the same time.
         largest_nbytes: the largest message that will be sent.
         dtype: the wire dtype.
         device: where the buffers lie.
-        budget_seconds: sizes are given up, largest first, once this much time has been spent; on
-            a link so slow a straight line through the smaller ones is as good.
+        budget_seconds: a size that would exceed it is given up, and all larger ones; on a link
+            so slow a straight line through the smaller ones is as good. A few bytes and four
+            times as many are always timed.
 
     Returns:
         (nbytes, seconds) pairs by size, at least two, the same on all ranks.
@@ -43,26 +47,23 @@ def time_all_reduce(
     largest = max(largest_nbytes // dtype.itemsize, 64)
     buffer = torch.zeros(largest, dtype=dtype, device=device)
     sizes = [max(_SMALLEST_NBYTES // dtype.itemsize, 1)]
-    while sizes[-1] * 4 < largest:
-        sizes.append(sizes[-1] * 4)
+    while sizes[-1] * _GROWTH < largest:
+        sizes.append(sizes[-1] * _GROWTH)
     sizes.append(largest)
     _time_once(transport, buffer, sizes[0])  # the first collective opens connections
     samples: list[tuple[float, float]] = []
-    spent = 0.0
+    spent, last = 0.0, 0.0
     for numel in sizes:
-        times: list[float] = []
-        for _ in range(_REPEATS):
-            took = max(
-                transport.all_gather_object(_time_once(transport, buffer, numel), key="slowest")
-            )
-            times.append(took / _in_flight(buffer, numel))
-            spent += took
-            if len(samples) >= 2 and spent > budget_seconds:
-                break
-        samples.append((float(numel * dtype.itemsize), statistics.median(times)))
-        # the next size takes at least as long, and about four times on a slow link
-        if len(samples) >= 2 and spent + took > budget_seconds:
+        # all from what all ranks know, so that all decide alike
+        if len(samples) >= 2 and spent + last * _GROWTH * _FEWEST_REPEATS > budget_seconds:
             break
+        repeats = _MOST_REPEATS if last < _QUICK_SECONDS else _FEWEST_REPEATS
+        mine = [_time_once(transport, buffer, numel) for _ in range(repeats)]
+        everyone = transport.all_gather_object(mine, key="slowest")
+        slowest = [max(times) for times in zip(*everyone, strict=True)]
+        last = statistics.median(slowest)
+        spent += sum(slowest)
+        samples.append((float(numel * dtype.itemsize), last / _in_flight(buffer, numel)))
     return samples
 
 

@@ -19,7 +19,7 @@ MIXED = {
     "complex": [
         torch.empty(3, dtype=torch.complex64),
         torch.empty((), dtype=torch.complex64),
-        torch.empty(2, 2),
+        torch.empty(0, 2, dtype=torch.complex64),
     ],
     "channels_last": [
         torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last),

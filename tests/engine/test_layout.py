@@ -1,0 +1,77 @@
+"""A failure here is a parameter in no bucket, in two, or in one of another dtype."""
+
+import pytest
+import torch
+from engine_examples import plan_of
+from torch import nn
+
+from lightning_mgwfbp.engine.layout import Layout, adapted_plan, provisional_plan, split_by_storage
+from lightning_mgwfbp.plan import MergePlan
+
+FLOAT, HALF, COMPLEX = torch.float32, torch.bfloat16, torch.complex64
+
+
+def parameters(*dtypes: torch.dtype, numel: int = 2) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(numel, dtype=d)) for d in dtypes]
+
+
+def test_split_by_storage() -> None:
+    """Two dtypes in one buffer, or the order within a dtype is lost."""
+    given = parameters(FLOAT, HALF, FLOAT, COMPLEX, HALF)
+    assert split_by_storage([4, 0, 1, 2, 3], given) == [[4, 1], [0, 2], [3]]
+    assert split_by_storage([], given) == []
+
+
+def test_each_group_is_a_bucket_for_each_dtype() -> None:
+    """Launch order, or which merge group a bucket belongs to."""
+    given = parameters(FLOAT, HALF, FLOAT, FLOAT, HALF)
+    names = list("abcde")
+    plan = MergePlan(("e", "d", "b", "c"), ((0, 3), (3, 4)))  # `a` is frozen
+    layout = Layout(plan, names, given)
+    assert layout.members == [[4, 1], [3], [2]]
+    assert layout.group_of_bucket == [0, 0, 1]
+    assert layout.bucket_of == [-1, 0, 2, 1, 0]
+    assert layout.unplanned == [0]
+    assert [b.buffer.dtype for b in layout.buckets] == [HALF, FLOAT, FLOAT]
+    for bucket, members in zip(layout.buckets, layout.members, strict=True):
+        assert all(p is given[i] for p, i in zip(bucket.parameters, members, strict=True))
+    assert layout.describe(0) == "merge group 0 of 2 (e to b)"
+    assert layout.describe(2) == "merge group 1 of 2 (c to c)"
+
+
+def test_provisional_plan_is_reversed_and_filled_to_25_mib() -> None:
+    """The plan before the measurement: order of backward, and DistributedDataParallel's sizes."""
+    ten_mib = parameters(*[FLOAT] * 5, numel=10 * 2**18)
+    plan = provisional_plan(list("abcde"), ten_mib, set("abce"))
+    assert plan.names == tuple("ecba")
+    assert plan.groups == ((0, 3), (3, 4))
+
+
+PLAN = MergePlan(tuple("fedcb"), ((0, 2), (2, 3), (3, 5)), "mgwfbp")
+
+
+@pytest.mark.parametrize(
+    ("trainable", "groups"),
+    [
+        ("bcdef", ["fe", "d", "cb"]),
+        ("bcef", ["fe", "cb"]),
+        ("bcd", ["d", "cb"]),
+        ("abcdefg", ["fe", "d", "cb", "ga"]),
+        ("ad", ["d", "a"]),
+        ("ag", ["ga"]),
+    ],
+)
+def test_adapted_plan(trainable: str, groups: list[str]) -> None:
+    """Groups that stay are torn apart, or one who left or came is lost."""
+    plan = adapted_plan(PLAN, list("abcdefg"), parameters(*[FLOAT] * 7), set(trainable))
+    assert ["".join(plan.names[a:b]) for a, b in plan.groups] == groups
+    assert plan.planner == "mgwfbp"
+
+
+def test_a_plan_from_the_examples_is_laid_out_whole() -> None:
+    """Buckets do not partition the parameters of a real module."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    names, given = zip(*module.named_parameters(), strict=True)
+    layout = Layout(plan_of(module, 1, 2, 1), names, given)
+    assert layout.members == [[3], [2, 1], [0]]
+    assert layout.unplanned == []

@@ -1,0 +1,129 @@
+"""A failure here is a gradient's time that is not its own, or hooks that disturb training."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mgwfbp.measure import backward as module_under_test
+from lightning_mgwfbp.measure.backward import BackwardProfiler
+
+
+class Chain(nn.Module):
+    """x * a * b * c, whose gradients are ready in the order c, b, a."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.tensor(v)) for v in (2.0, 3.0, 5.0))
+
+    def forward(self) -> torch.Tensor:
+        return 7 * self.a * self.b * self.c
+
+
+def on_clock(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
+    """The profiler's clock reads `times`, one after the other."""
+    left: Iterator[float] = iter(times)
+    monkeypatch.setattr(module_under_test, "time", SimpleNamespace(perf_counter=lambda: next(left)))
+
+
+def attached(chain: nn.Module) -> BackwardProfiler:
+    profiler = BackwardProfiler(chain.named_parameters())
+    profiler.attach()
+    return profiler
+
+
+def test_medians_in_order_of_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong statistic, a start that is not backward's, or names of other parameters."""
+    on_clock(monkeypatch, 0, 1, 2, 4, 10, 12, 13, 14, 20, 23, 29, 30)
+    chain = Chain()
+    profiler = attached(chain)
+    for _ in range(3):
+        profiler.begin()
+        chain().backward()
+        profiler.end()
+    assert list(profiler.ready_seconds().items()) == [("c", 2), ("b", 3), ("a", 4)]
+
+
+def test_real_times_are_in_the_order_of_backward() -> None:
+    """The same on the real clock: hooks fire in another order than they are told."""
+    chain = Chain()
+    profiler = attached(chain)
+    for _ in range(3):
+        profiler.begin()
+        chain().backward()
+        profiler.end()
+    ready = profiler.ready_seconds()
+    assert list(ready) == ["c", "b", "a"]
+    assert 0 < ready["c"] < ready["b"] < ready["a"]
+
+
+def test_without_begin_the_first_gradient_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-alone wrapper, which does not see backward begin, has no times at all."""
+    on_clock(monkeypatch, 100, 101, 103, 200, 201, 203)
+    chain = Chain()
+    profiler = attached(chain)
+    for _ in range(2):
+        chain().backward()
+        profiler.end()
+    assert profiler.ready_seconds() == {"c": 0, "b": 1, "a": 3}
+
+
+def test_of_several_firings_the_last_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared parameter is taken to be ready before its last gradient is."""
+    on_clock(monkeypatch, 0, 1, 2, 3, 4, 5, 6)
+    chain = Chain()
+    profiler = attached(chain)
+    profiler.begin()
+    loss = chain()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert profiler.ready_seconds() == {"c": 4, "b": 5, "a": 6}
+
+
+def test_forget_drops_what_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cold first step is counted."""
+    on_clock(monkeypatch, 0, 90, 91, 92, 100, 101, 102, 103)
+    chain = Chain()
+    profiler = attached(chain)
+    profiler.begin()
+    chain().backward()
+    profiler.end()
+    profiler.forget()
+    profiler.begin()
+    chain().backward()
+    assert profiler.ready_seconds() == {"c": 1, "b": 2, "a": 3}
+
+
+def test_frozen_and_unused_parameters_are_absent() -> None:
+    """A hook on a parameter that does not require grad raises, or zero seconds are made up."""
+    chain = Chain()
+    chain.b.requires_grad_(False)
+    profiler = attached(chain)
+    (chain.a * chain.b).backward()
+    assert list(profiler.ready_seconds()) == ["a"]
+    assert attached(chain).ready_seconds() == {}
+
+
+def test_detach_removes_the_hooks_and_keeps_the_record() -> None:
+    """Steps after the warm-up are slowed down, or the measurement is lost."""
+    chain = Chain()
+    profiler = attached(chain)
+    chain().backward()
+    profiler.end()
+    profiler.detach()
+    before = profiler.ready_seconds()
+    chain().backward()
+    assert profiler.ready_seconds() == before != {}
+    assert not any(p._post_accumulate_grad_hooks for p in chain.parameters())
+
+
+def test_gradients_are_those_of_plain_training() -> None:
+    """The profiler changes what it watches."""
+    watched, plain = Chain(), Chain()
+    attached(watched)
+    watched().backward()
+    plain().backward()
+    for ours, theirs in zip(watched.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]

@@ -1,0 +1,104 @@
+"""A failure here is a link that is timed otherwise than it will be used."""
+
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from loopback import on_ranks
+from torch import Tensor
+
+from lightning_mgwfbp.exchange.transport import LoopbackTransport, Pending
+from lightning_mgwfbp.measure import collectives
+from lightning_mgwfbp.measure.collectives import time_all_reduce
+
+Samples = list[tuple[float, float]]
+
+
+class Link(LoopbackTransport):
+    """One rank on a link of `alpha` seconds and `beta` seconds per byte, on a clock of its own."""
+
+    def __init__(self, alpha: float, beta: float) -> None:
+        solo = LoopbackTransport.solo()
+        super().__init__(solo._hub, 0)
+        self.alpha, self.beta = alpha, beta
+        self.now = 0.0
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self.messages: list[Tensor] = []
+
+    def all_reduce(self, buffer: Tensor, *, key: str) -> Pending:
+        self.messages.append(buffer)
+        self.now += self.alpha + self.beta * buffer.nbytes
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        return SimpleNamespace(wait=self._wait)
+
+    def _wait(self) -> None:
+        self.in_flight -= 1
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Link:
+    link = Link(alpha=2e-3, beta=1e-6)
+    monkeypatch.setattr(collectives, "time", SimpleNamespace(perf_counter=lambda: link.now))
+    return link
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("largest", [1, 8, 1000, 100_000])
+def test_seconds_and_sizes(link: Link, dtype: torch.dtype, largest: int) -> None:
+    """Times are not per message, sizes are not bytes, or the dtype is not that of the wire."""
+    samples = time_all_reduce(link, largest_nbytes=largest, dtype=dtype, budget_seconds=1e9)
+    sizes = [size for size, _ in samples]
+    assert len(sizes) >= 2
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 8
+    assert sizes[-1] == max(largest // dtype.itemsize, 64) * dtype.itemsize
+    assert all(b <= 4 * a for a, b in pairwise(sizes))
+    assert {m.dtype for m in link.messages} == {dtype}
+    assert [t for _, t in samples] == pytest.approx([2e-3 + 1e-6 * size for size in sizes])
+
+
+def test_several_are_in_flight_together(link: Link) -> None:
+    """One after another, the start-up costs of gloo are over-charged; none may be left waiting."""
+    time_all_reduce(link, largest_nbytes=4000)
+    assert link.most_in_flight == 4
+    assert link.in_flight == 0
+
+
+@pytest.mark.parametrize("budget", [0.1, 1.0, 10.0])
+def test_the_budget_bounds_the_time(link: Link, budget: float) -> None:
+    """Training starts minutes late on a slow link; without a bound this one takes over a minute."""
+    samples = time_all_reduce(link, largest_nbytes=2**24, budget_seconds=budget)
+    # a second for the two sizes that are always timed, and for repeats of what is quick
+    assert link.now <= 1.2 * budget + 1.0
+    begin = link.now
+    generous = time_all_reduce(link, largest_nbytes=2**24, budget_seconds=1e9)
+    assert link.now - begin > 60
+    assert 2 <= len(samples) < len(generous)
+    for (size, seconds), (same_size, same_seconds) in zip(samples, generous, strict=False):
+        assert (size, seconds) == (same_size, pytest.approx(same_seconds))
+
+
+def test_all_ranks_hear_of_the_slowest() -> None:
+    """Ranks fit different links, and fail to agree on when to stop."""
+    delay = 2e-3
+
+    def measure(transport: LoopbackTransport) -> Samples:
+        start = transport.all_reduce
+
+        def late(buffer: Tensor, *, key: str) -> Pending:
+            pending = start(buffer, key=key)
+            if transport.rank == 1:
+                time.sleep(delay)
+            return pending
+
+        transport.all_reduce = late  # type: ignore[method-assign]
+        return time_all_reduce(transport, largest_nbytes=300, budget_seconds=1e9)
+
+    ours, theirs = on_ranks(measure)
+    assert ours == theirs
+    assert [size for size, _ in ours] == [8, 32, 128, 300]
+    assert all(seconds >= delay for _, seconds in ours)
