@@ -5,7 +5,7 @@
 trains it for a few steps and asserts that it predicts held-out source text far better than byte
 frequencies can. Tokens are bytes. With the default sizes it has 10.8 million parameters: 6 blocks
 of 12 width^2 + 13 width (10.65 M), byte embeddings 256 x width that also serve as the output layer
-(0.10 M), and position embeddings 128 x width (0.05 M), at width 384. Architecture: GPT-2
+(0.10 M), and position embeddings 64 x width (0.02 M), at width 384. Architecture: GPT-2
 (Radford et al., 2019), with the normalisation before each part of a block.
 """
 
@@ -88,9 +88,9 @@ class GPTModule(LightningModule):
         layers: int = 6,
         heads: int = 6,
         width: int = 384,
-        context: int = 128,
+        context: int = 64,
         dropout: float = 0.1,
-        learning_rate: float = 1e-3,
+        learning_rate: float = 5e-4,
         weight_decay: float = 0.1,
         warmup_steps: int = 10,
     ) -> None:
@@ -113,7 +113,12 @@ class GPTModule(LightningModule):
         self.apply(init_weights)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        time, context = tokens.shape[1], self.position_embedding.num_embeddings
+        if time > context:
+            raise ValueError(
+                f"`GPTModule(context={context})` got {time} tokens: lower the data's block_size."
+            )
+        positions = torch.arange(time, device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         return self.head(self.norm(self.blocks(self.dropout(x))))
 
@@ -181,7 +186,7 @@ class StdlibText(LightningDataModule):
     """
 
     def __init__(
-        self, block_size: int = 128, batch_size: int = 8, max_bytes: int = 1_000_000
+        self, block_size: int = 64, batch_size: int = 4, max_bytes: int = 1_000_000
     ) -> None:
         super().__init__()
         self.block_size = block_size
@@ -223,7 +228,7 @@ def unigram_loss(data: StdlibText) -> float:
     return -log_probability[data.val.tensors[0].flatten().long()].mean().item()
 
 
-def main(strategy: str = "mgwfbp", devices: int = 2, steps: int = 60) -> None:
+def main(strategy: str = "mgwfbp", devices: int = 2, steps: int = 120) -> None:
     """Train the GPT with `devices` CPU processes and assert how far the loss fell."""
     seed_everything(1)
     trainer = Trainer(

@@ -48,6 +48,7 @@ class GradientLedger:
         parameter = self._parameters[i]
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
+            self.is_new[i] = False  # what was accumulated has been thrown away
             return None
         if not self.is_new[i]:
             self._aside[i] = gradient
@@ -80,4 +81,5 @@ class GradientLedger:
         """Add the average of a part that was taken later."""
         parameter = self._parameters[i]
         parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
+        self.is_new[i] = False
         self._is_average[i] = True

@@ -175,15 +175,15 @@ class Reducer:
 
     def _on_gradient(self, i: int, _: object) -> None:
         self._ledger.is_new[i] = True
+        bucket = self._layout.bucket_of[i]
+        if bucket < self._launched:
+            self._late = True  # under no_sync too: the exchange is on its way
         if not self._syncing:
             return
         if not self._running:
             self._begin()
         self._fired[i] += 1
-        bucket = self._layout.bucket_of[i]
-        if bucket < self._launched:
-            self._late = True
-        elif self._fired[i] == self._expected[i]:
+        if bucket >= self._launched and self._fired[i] == self._expected[i]:
             self._waiting[bucket] -= 1
             if not self._waiting[bucket] and self._overlap:
                 self._launch_ready()

@@ -141,6 +141,8 @@ class WarmUp:
         return self._tune(profile)
 
     def _is_stale(self) -> bool:
+        if isinstance(self._settings.planner, MergePlan):
+            return False  # no planner to plan anew with: the reducer adapts the saved plan
         return (
             self._seen == self._settings.replan_every_n_steps
             or self._reducer.structure_version != self._structure_version

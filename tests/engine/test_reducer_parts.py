@@ -50,10 +50,6 @@ def test_late_parts_are_averaged_too(same_graph: bool) -> None:
         assert_close(seen, plus(averages(model, 5), averages(model, 5)))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a late part that arrives under no_sync does not set the reducer's notice, and is lost",
-)
 def test_a_late_part_under_no_sync_is_averaged_too() -> None:
     """The same, for a backward under no_sync while buckets are on their way."""
     model = Layers()
@@ -74,10 +70,6 @@ def test_a_late_part_under_no_sync_is_averaged_too() -> None:
         assert_close(seen, plus(averages(model, 5), averages(model, 6)))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a parameter that was new once stays new after zero_grad removed its gradient",
-)
 def test_discarded_gradients_leave_none() -> None:
     """Accumulation that zero_grad threw away makes zeros of an unused parameter's None."""
     model = Layers()

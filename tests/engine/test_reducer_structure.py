@@ -52,7 +52,6 @@ def test_a_parameter_unfrozen_later_joins(ranks: tuple[int, ...]) -> None:
             assert_close(ours, mean(alone))
 
 
-@pytest.mark.xfail(strict=True, reason="a parameter that joins counts as new in the next exchange")
 def test_a_parameter_that_joins_unused_has_no_gradient() -> None:
     """Joining makes zeros of an unused parameter's None, which weight decay would act on."""
     model = Layers()

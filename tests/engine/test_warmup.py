@@ -224,11 +224,6 @@ def test_it_begins_anew_when_parameters_join() -> None:
     assert set(tuned[1].plan.names) == set(NAMES)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="with a saved plan there is no planner to plan anew with when parameters join",
-)
 def test_a_saved_plan_is_only_adapted_when_parameters_join() -> None:
     """Unfreezing a backbone under a saved plan ends the training with an error."""
     training = alone(planner=MergePlan(NAMES[:1:-1], ((0, 1), (1, 4))), warmup_steps=1, frozen=True)

@@ -48,7 +48,10 @@ def main() -> None:
     data = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
     trainer.fit(model, DataLoader(TensorDataset(data), batch_size=4))
     total = sum(p.double().sum().item() for p in model.parameters())
-    print(f"\nRESULT {os.getpid()} {trainer.global_rank} {trainer.world_size} {total:.12f}", flush=True)
+    print(
+        f"\nRESULT {os.getpid()} {trainer.global_rank} {trainer.world_size} {total:.12f}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
