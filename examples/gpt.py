@@ -19,6 +19,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer, see
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_mgwfbp  # noqa: F401 - registers the strategy names
@@ -42,7 +43,7 @@ class Attention(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.query_key_value(x).chunk(3, dim=-1)
         )
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout * self.training
         y = scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         return self.projection(y.transpose(1, 2).flatten(-2))
 
@@ -96,9 +97,7 @@ class GPTModule(LightningModule):
     ) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(
-                f"`GPTModule(heads=...)` must divide `width`, got heads={heads}, width={width}."
-            )
+            raise ValueError(f"`GPTModule(heads=...)` must divide width={width}, got {heads}.")
         self.save_hyperparameters()
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -110,22 +109,19 @@ class GPTModule(LightningModule):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.token_embedding.weight
-        self.apply(init_weights)
+        init_weights(self, layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
         time, context = tokens.shape[1], self.position_embedding.num_embeddings
         if time > context:
-            raise ValueError(
-                f"`GPTModule(context={context})` got {time} tokens: lower the data's block_size."
-            )
+            raise ValueError(f"`GPTModule(context={context})` got {time} tokens; lower block_size.")
         positions = torch.arange(time, device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         return self.head(self.norm(self.blocks(self.dropout(x))))
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         """Mean cross-entropy, in nats per byte, of `[sequences]`, uint8 (batch, time + 1)."""
-        (sequences,) = batch
-        tokens = sequences.long()
+        tokens = batch[0].long()
         return cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -146,22 +142,19 @@ class GPTModule(LightningModule):
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(param_groups, lr=self.learning_rate, betas=(0.9, 0.95))
-        total_steps = self.trainer.estimated_stepping_batches
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: warmup_cosine(step, self.warmup_steps, total_steps)
-        )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        total = self.trainer.estimated_stepping_batches
+        schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, self.warmup_steps, total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def init_weights(module: nn.Module) -> None:
-    """GPT-2's initialisation: normal with deviation 0.02, biases zero."""
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+def init_weights(module: GPTModule, layers: int) -> None:
+    """GPT-2's: normal, narrower for weights that write into the residual stream; biases zero."""
+    for name, parameter in module.named_parameters():
+        if parameter.ndim >= 2:
+            residual = name.endswith(("projection.weight", "perceptron.3.weight"))
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: float) -> float:

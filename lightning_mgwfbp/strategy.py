@@ -42,7 +42,7 @@ from lightning_mgwfbp.module_state import (
     exchanged_buffers,
     exchanged_parameters,
 )
-from lightning_mgwfbp.plan import AlphaBeta, ModelProfile, Planner
+from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Planner
 
 
 class MGWFBPStrategy(DDPStrategy):
@@ -164,6 +164,8 @@ class MGWFBPStrategy(DDPStrategy):
         }
         model = type(module).__name__
         self.warmup = WarmUp(model, named, self._transport, self.reducer, settings)
+        if isinstance(settings.planner, MergePlan):
+            rank_zero_info(f"{len(settings.planner.groups)} merge groups, from a saved plan.")
         tuned = self.warmup.start()
         callback = self._warmup_callback(trainer)
         if tuned is not None:
