@@ -33,6 +33,16 @@ class WarmupCallback(pl.Callback):
         self._strategy: MGWFBPStrategy | None = None
         self._steps_seen = 0
 
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> WarmupCallback:
+        """The user's own, or a new one at the head of the trainer's callbacks."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        given = [c for c in callbacks if isinstance(c, cls)]
+        if not given:
+            given = [cls()]
+            callbacks[:0] = given
+        return given[0]
+
     def attach(self, strategy: MGWFBPStrategy) -> None:
         """Called by the strategy in its setup."""
         self._strategy = strategy

@@ -44,6 +44,13 @@ from lightning_mgwfbp.module_state import (
 )
 from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Planner
 
+_NAMES = {
+    "mgwfbp": "popen",
+    "mgwfbp_spawn": "spawn",
+    "mgwfbp_fork": "fork",
+    "mgwfbp_notebook": "fork",
+}
+
 
 class MGWFBPStrategy(DDPStrategy):
     """Data-parallel training whose gradients are merged by a measured plan and exchanged while
@@ -162,24 +169,14 @@ class MGWFBPStrategy(DDPStrategy):
         self._merged = {
             id(o): MergedOptimizer.sharing(self.reducer, o, step) for o in self.optimizers
         }
-        model = type(module).__name__
-        self.warmup = WarmUp(model, named, self._transport, self.reducer, settings)
+        self.warmup = WarmUp(type(module).__name__, named, self._transport, self.reducer, settings)
         if isinstance(settings.planner, MergePlan):
             rank_zero_info(f"{len(settings.planner.groups)} merge groups, from a saved plan.")
         tuned = self.warmup.start()
-        callback = self._warmup_callback(trainer)
+        callback = WarmupCallback.of(trainer)
+        callback.attach(self)
         if tuned is not None:
             callback.on_plan(trainer, tuned)
-
-    def _warmup_callback(self, trainer: pl.Trainer) -> WarmupCallback:
-        """The user's, or one of the strategy's own."""
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        given = [c for c in callbacks if isinstance(c, WarmupCallback)]
-        if not given:
-            given = [WarmupCallback()]
-            callbacks[:0] = given
-        given[0].attach(self)
-        return given[0]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -247,18 +244,10 @@ class MGWFBPStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for name, start_method in (
-            ("mgwfbp", "popen"),
-            ("mgwfbp_spawn", "spawn"),
-            ("mgwfbp_fork", "fork"),
-            ("mgwfbp_notebook", "fork"),
-        ):
+        for name, start_method in _NAMES.items():
+            what = f"Merged, planned gradient exchange; start method {start_method!r}"
             strategy_registry.register(
-                name,
-                cls,
-                description=f"Merged, planned gradient exchange; start method {start_method!r}",
-                override=True,
-                start_method=start_method,
+                name, cls, description=what, override=True, start_method=start_method
             )
 
     def _facts(self, module: pl.LightningModule) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A failure here means: what Python can say about the strategy, YAML and the command line cannot."""
+"""A failure here means: YAML and the command line cannot say what Python can about the strategy."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ def test_the_gpt_config_trains() -> None:
 
 
 @pytest.mark.slow
-def test_bench_prints_a_fit_and_saves_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_prints_a_fit_and_saves_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`bench` on two local processes."""
     path = tmp_path / "link.json"
     main(["bench", "--largest-nbytes", "65536", "--json", "--save", str(path)])

@@ -8,7 +8,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lightning_mgwfbp"
 LAYERS = ("plan", "exchange", "measure", "engine", "shell", "front")
-FRONT = {"__init__", "__main__", "cli", "bench", "plan_command", "report"}  # what nobody below may import
+# what nobody below may import
+FRONT = {"__init__", "__main__", "cli", "bench", "plan_command", "report"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -1,9 +1,12 @@
-"""What each parameter's `.grad` holds: something new, an average, or both apart.
+"""What each parameter's `.grad` holds: something new, an average, or both.
 
 [Note: parts] While a bucket is on its way its parameters' `.grad` is None, so that whatever
 autograd adds meanwhile (a second firing, a second backward) lands in a tensor of its own: a late
-part. Averages of an earlier exchange that are still in `.grad` when new gradients arrive are set
-aside and added back, so that each gradient is averaged once.
+part.
+
+[Note: averages] A second backward without zero_grad adds to the average A of the first in place.
+A is the same on all ranks, so its mean with what is new is A plus the mean of what is new: all
+ranks send A along, also those that have nothing new. DistributedDataParallel does the same.
 """
 
 from __future__ import annotations
@@ -28,19 +31,13 @@ class GradientLedger:
         self._names = names
         self._parameters = parameters
         self.is_new = [False] * len(parameters)
-        self._is_average = [False] * len(parameters)  # unless the user has replaced it since
+        self._is_average = [False] * len(parameters)  # .grad has been the same on all ranks
         self._aside: dict[int, Tensor] = {}
 
-    def set_average_aside(self, i: int, _: object = None) -> None:
-        """Before autograd adds to an average in place: move it out of the way."""
-        if self._is_average[i]:
-            self._is_average[i] = False
-            parameter = self._parameters[i]
-            if parameter.grad is not None:
-                self._aside[i], parameter.grad = parameter.grad, None
-
     def take(self, i: int) -> Tensor | None:
-        """Return what is new for parameter `i`, and leave None; set aside what is older.
+        """Return what parameter `i` contributes, and leave None in `.grad`.
+
+        Afterwards `is_new[i]` says whether it is more than an average, [Note: averages].
 
         Raises:
             TypeError: a sparse gradient.
@@ -49,11 +46,10 @@ class GradientLedger:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             self.is_new[i] = False  # what was accumulated has been thrown away
-            return None
-        if not self.is_new[i]:
+        elif not self.is_new[i]:
             self._aside[i] = gradient
-            return None
-        if gradient.layout is not torch.strided:
+            return gradient if self._is_average[i] else None
+        elif gradient.layout is not torch.strided:
             raise TypeError(
                 f"The gradient of {self._names[i]!r} is sparse, which cannot be exchanged yet:"
                 " build its module with sparse=False."
@@ -71,10 +67,12 @@ class GradientLedger:
         aside = self._aside.pop(i, None)
         if average is None:
             parameter.grad = aside
+        elif aside is None or self._is_average[i]:
+            parameter.grad = average
         else:
-            parameter.grad = average if aside is None else average.add_(aside)
+            parameter.grad = average.add_(aside)  # the user's own, which no rank was sent
         self.is_new[i] = False
-        self._is_average[i] = True
+        self._is_average[i] |= average is not None
         return late
 
     def add(self, i: int, average: Tensor) -> None:

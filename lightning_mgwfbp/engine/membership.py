@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from lightning_mgwfbp.engine.hooks import GradientHooks
 from lightning_mgwfbp.engine.layout import Layout
 
 # A parameter that is frozen for so many exchanges in a row leaves the plan. Large, because models
@@ -20,19 +20,18 @@ class Membership:
 
     Args:
         parameters: all of the model's, (N,).
-        before, after: called as before(index, ...), after(index, ...) around each accumulation.
+        on_gradient: called as on_gradient(index, parameter) after each accumulation; not under
+            torch.autograd.grad, as a hook on the tensor itself would be.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        before: Callable[[int, object], None],
-        after: Callable[[int, object], None],
+        on_gradient: Callable[[int, Tensor], None],
     ) -> None:
         self._parameters = parameters
-        self._before = before
-        self._after = after
-        self._hooks: dict[int, GradientHooks] = {}
+        self._on_gradient = on_gradient
+        self._hooks: dict[int, RemovableHandle] = {}
         self._frozen: list[int] = []
         self._frozen_for = 0
 
@@ -47,8 +46,8 @@ class Membership:
         """Hook planned parameters that were frozen so far; return which."""
         unfrozen = [i for i in self._unhooked if self._parameters[i].requires_grad]
         for i in unfrozen:
-            self._hooks[i] = GradientHooks(
-                self._parameters[i], partial(self._before, i), partial(self._after, i)
+            self._hooks[i] = self._parameters[i].register_post_accumulate_grad_hook(
+                partial(self._on_gradient, i)
             )
             self._unhooked.remove(i)
         return unfrozen
@@ -75,6 +74,6 @@ class Membership:
 
     def close(self) -> None:
         """Remove all hooks."""
-        for hooks in self._hooks.values():
-            hooks.remove()
+        for hook in self._hooks.values():
+            hook.remove()
         self._hooks.clear()

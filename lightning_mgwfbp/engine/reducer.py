@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor, nn
 
+from lightning_mgwfbp.engine.errors import exchange_errors
 from lightning_mgwfbp.engine.layout import Layout, adapted_plan, provisional_plan, split_by_storage
 from lightning_mgwfbp.engine.ledger import GradientLedger
 from lightning_mgwfbp.engine.membership import Membership
@@ -58,6 +59,7 @@ class Reducer:
         named = dict(named_parameters)
         self._names, self._parameters = tuple(named), tuple(named.values())
         self._exchanger = exchanger
+        self._transport = exchanger.transport
         self._static_graph = static_graph
         trainable = {name for name, p in named.items() if p.requires_grad}
         if not trainable:
@@ -73,9 +75,7 @@ class Reducer:
         self.exchanges = 0
         self.structure_version = 0
         self._ledger = GradientLedger(self._names, self._parameters)
-        self._membership = Membership(
-            self._parameters, before=self._ledger.set_average_aside, after=self._on_gradient
-        )
+        self._membership = Membership(self._parameters, self._on_gradient)
         self._lay_out(provisional_plan(self._names, self._parameters, trainable))
         self._reset()
 
@@ -173,7 +173,7 @@ class Reducer:
         self._running = False
         self._late = False
 
-    def _on_gradient(self, i: int, _: object) -> None:
+    def _on_gradient(self, i: int, _: Tensor) -> None:
         self._ledger.is_new[i] = True
         bucket = self._layout.bucket_of[i]
         if bucket < self._launched:
@@ -203,15 +203,18 @@ class Reducer:
 
     def _launch(self, number: int, notice: bool = False) -> None:
         bucket = self._layout.buckets[number]
-        bucket.pack([self._ledger.take(i) for i in self._layout.members[number]], notice)
+        members = self._layout.members[number]
+        gradients = [self._ledger.take(i) for i in members]
+        bucket.pack(gradients, [self._ledger.is_new[i] for i in members], notice)
+        del gradients  # their memory is free from here on
         self._launched = number + 1
-        with self._named_errors(number):
+        with exchange_errors(self._transport.rank, self._layout.describe(number)):
             exchange = self._exchanger.start(bucket, key=f"bucket {number}")
         self._exchanges.append(exchange)
 
     def _finish(self, number: int) -> dict[int, Tensor]:
         """Put the averages of one bucket in place; return the late parts by parameter."""
-        with self._named_errors(number):
+        with exchange_errors(self._transport.rank, self._layout.describe(number)):
             self._exchanges[number].finish()
         members, bucket = self._layout.members[number], self._layout.buckets[number]
         complete = all(self._ledger.is_new[i] for i in members)
@@ -244,13 +247,11 @@ class Reducer:
             if part is not None:
                 late[i] = part
         members = self._membership.staying() + joining
-        everyone = self._exchanger.transport.all_gather_object(
-            (sorted(late), members), key="amendment"
-        )
+        everyone = self._transport.all_gather_object((sorted(late), members), key="amendment")
         parts = sorted({i for theirs, _ in everyone for i in theirs})
         for indices in split_by_storage(parts, self._parameters):
             bucket = Bucket([self._parameters[i] for i in indices])
-            bucket.pack([late.get(i) for i in indices])
+            bucket.pack([late.get(i) for i in indices], [i in late for i in indices])
             self._exchanger.start(bucket, key="amendment").finish()
             for i, average in zip(indices, bucket.gradients(), strict=True):
                 self._ledger.add(i, average)
@@ -258,15 +259,3 @@ class Reducer:
         if planned != set(self.plan.names):
             self._lay_out(adapted_plan(self.plan, self._names, self._parameters, planned))
             self.structure_version += 1
-
-    @contextmanager
-    def _named_errors(self, number: int) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"Rank {self._exchanger.transport.rank}: exchanging"
-                f" {self._layout.describe(number)} failed: {error} The usual cause is a rank that"
-                " raised, was killed, or was stopped for longer than the timeout: read the other"
-                " ranks' output first."
-            ) from error

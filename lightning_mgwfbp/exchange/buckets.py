@@ -41,25 +41,28 @@ class Bucket:
         """What is exchanged, (numel + tail,)."""
         return self._buffer
 
-    def pack(self, gradients: Sequence[Tensor | None], notice: bool = False) -> None:
+    def pack(
+        self, gradients: Sequence[Tensor | None], used: Sequence[bool], notice: bool = False
+    ) -> None:
         """Write each parameter's gradient, zeros for None, and the tail.
 
         Args:
             gradients: one for each parameter, of its shape and dtype.
+            used: this rank's usage flag for each parameter.
             notice: this rank's part of the value behind the usage flags.
         """
         self._let_go_of_held_views()
         *chunks, tail = self._chunks()
-        views = [_as_gradient(c, p) for c, p in zip(chunks, self.parameters, strict=True)]
-        self._views = list(views)
+        self._views = [_as_gradient(c, p) for c, p in zip(chunks, self.parameters, strict=True)]
         tail.fill_(1)
         tail[-1] = notice
-        given = [g for g in gradients if g is not None]
+        if not all(used):
+            tail[:-1] = torch.tensor(used, dtype=tail.dtype)
+        views, given = self._views, [g for g in gradients if g is not None]
         if len(given) < len(gradients):
-            present = [g is not None for g in gradients]
-            tail[:-1] = torch.tensor(present, dtype=tail.dtype)
-            torch._foreach_zero_([v for v, has in zip(views, present, strict=True) if not has])
-            views = [v for v, has in zip(views, present, strict=True) if has]
+            pairs = list(zip(views, gradients, strict=True))
+            torch._foreach_zero_([view for view, gradient in pairs if gradient is None])
+            views = [view for view, gradient in pairs if gradient is not None]
         if given:
             if given[0].is_complex():
                 given = [g.resolve_conj() for g in given]  # a lazy conjugate must not be sent

@@ -15,8 +15,7 @@ class Book:
         self.ledger = GradientLedger(["weight"], [self.parameter])
 
     def accumulate(self, value: float) -> None:
-        """What autograd and the hooks around it do."""
-        self.ledger.set_average_aside(0)
+        """What autograd and the hook behind it do."""
         new = torch.full((1,), value)
         grad = self.parameter.grad
         self.parameter.grad = new if grad is None else grad + new
@@ -42,27 +41,40 @@ def test_take_and_put() -> None:
     assert (book.grad, book.ledger.is_new[0]) == (5, False)
 
 
-def test_an_average_is_not_taken_again() -> None:
-    """Without anything new the average is averaged once more, or lost."""
+def test_an_average_is_sent_along_but_is_not_new() -> None:
+    """Ranks with nothing new must add the average too, and keep it where nobody has anything."""
     book = Book()
+    book.accumulate(1.0)
+    book.ledger.take(0)
     book.ledger.put(0, torch.tensor([5.0]))
-    assert book.ledger.take(0) is None
+    assert number(book.ledger.take(0)) == 5
+    assert not book.ledger.is_new[0]
     book.ledger.put(0, None)  # used nowhere
     assert book.grad == 5
-    assert book.ledger.take(0) is None
-    book.ledger.put(0, torch.tensor([2.0]))  # used on another rank
+    assert number(book.ledger.take(0)) == 5
+    book.ledger.put(0, torch.tensor([7.0]))  # 5 + what is new on another rank
     assert book.grad == 7
 
 
-def test_what_is_new_is_taken_without_the_average() -> None:
-    """A second backward without zero_grad averages the first one's average again."""
+def test_what_is_new_is_taken_with_the_average() -> None:
+    """A second backward without zero_grad, on a rank that took part."""
     book = Book()
     book.ledger.put(0, torch.tensor([5.0]))
     book.accumulate(1.0)
     book.accumulate(2.0)
-    assert number(book.ledger.take(0)) == 3
-    book.ledger.put(0, torch.tensor([4.0]))
+    assert number(book.ledger.take(0)) == 8
+    assert book.ledger.is_new[0]
+    book.ledger.put(0, torch.tensor([9.0]))
     assert book.grad == 9
+
+
+def test_what_the_user_put_there_is_added_back() -> None:
+    """A gradient that neither autograd nor an exchange made is this rank's own affair."""
+    book = Book()
+    book.parameter.grad = torch.tensor([3.0])
+    assert book.ledger.take(0) is None
+    book.ledger.put(0, torch.tensor([1.0]))
+    assert book.grad == 4
 
 
 def test_late_parts_are_handed_back() -> None:
@@ -75,7 +87,7 @@ def test_late_parts_are_handed_back() -> None:
     book.ledger.add(0, torch.tensor([0.5]))
     assert book.grad == 5.5
     book.accumulate(1.0)
-    assert number(book.ledger.take(0)) == 1
+    assert number(book.ledger.take(0)) == 6.5
 
 
 def test_zero_grad_forgets_the_average() -> None:

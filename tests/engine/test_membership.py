@@ -19,15 +19,12 @@ class Exchanged:
         self.model = Layers()
         self.parameters = list(self.model.parameters())
         self.fired: list[int] = []
-        self.membership = Membership(self.parameters, before=self.before, after=self.after)
+        self.membership = Membership(self.parameters, self.on_gradient)
         self.model.layers[2].requires_grad_(False)
         self.membership.adopt(Layout(MergePlan(NAMES[:4], ((0, 4),)), NAMES, self.parameters))
 
-    def before(self, i: int, _: object) -> None:
+    def on_gradient(self, i: int, _: Tensor) -> None:
         self.fired.append(i)
-
-    def after(self, i: int, _: Tensor) -> None:
-        assert self.fired[-1] == i
 
     def backward(self) -> list[int]:
         self.fired.clear()

@@ -34,7 +34,7 @@ def test_gradients_come_back_bit_for_bit(parameters: list[Tensor]) -> None:
     """Offsets, shapes, or the pairs of reals of complex numbers."""
     bucket = Bucket(parameters)
     given = [random_like(p, seed) for seed, p in enumerate(parameters)]
-    bucket.pack(given)
+    bucket.pack(given, [True] * len(given))
     assert all(map(same_bits, bucket.gradients(), given))
     assert bucket.buffer.dtype == real_dtype(parameters[0].dtype)
 
@@ -43,7 +43,7 @@ def test_strides_are_the_parameters_own() -> None:
     """Gradients of channels_last weights change their layout, which slows the optimizer down."""
     parameters = MIXED["channels_last"]
     bucket = Bucket(parameters)
-    bucket.pack([random_like(p, 0) for p in parameters])
+    bucket.pack([random_like(p, 0) for p in parameters], [True] * len(parameters))
     assert [g.stride() for g in bucket.gradients()] == [p.stride() for p in parameters]
 
 
@@ -53,17 +53,17 @@ def test_a_lazy_conjugate_is_sent_as_what_it_means() -> None:
     lazy = random_like(parameter, 1).conj()
     assert lazy.is_conj()
     bucket = Bucket([parameter])
-    bucket.pack([lazy])
+    bucket.pack([lazy], [True])
     assert same_bits(bucket.gradients()[0], lazy.resolve_conj())
 
 
 def test_flags_and_notice() -> None:
     """The tail: who was used, and the value behind it; what was there before must be gone."""
     bucket = Bucket([torch.empty(2), torch.empty(3), torch.empty(0)])
-    bucket.pack([torch.ones(2), torch.ones(3), torch.ones(0)], notice=True)
+    bucket.pack([torch.ones(2), torch.ones(3), torch.ones(0)], [True] * 3, notice=True)
     assert bucket.used() == [True, True, True]
     assert bucket.noticed()
-    bucket.pack([None, torch.ones(3), None])
+    bucket.pack([None, torch.ones(3), None], [False, True, False])
     assert bucket.used() == [False, True, False]
     assert not bucket.noticed()
     assert torch.equal(bucket.gradients()[0], torch.zeros(2))
@@ -84,10 +84,10 @@ def test_flags_and_notice() -> None:
 def test_what_somebody_holds_is_never_overwritten(hold: object) -> None:
     """A gradient that the user kept changes under their hands in the next step."""
     bucket = Bucket([torch.empty(3)])
-    bucket.pack([torch.tensor([1.0, 2.0, 3.0])])
+    bucket.pack([torch.tensor([1.0, 2.0, 3.0])], [True])
     held = hold(bucket.gradients()[0])  # type: ignore[operator]
     before = held.tolist()
-    bucket.pack([torch.full((3,), 9.0)])
+    bucket.pack([torch.full((3,), 9.0)], [True])
     assert held.tolist() == before
     assert bucket.gradients()[0].tolist() == [9.0] * 3
 
@@ -97,7 +97,7 @@ def test_the_storage_stays_while_nobody_holds_it() -> None:
     bucket = Bucket([torch.empty(3), torch.empty(2)])
     places = set()
     for step in range(4):
-        bucket.pack([torch.full((3,), float(step)), None])
+        bucket.pack([torch.full((3,), float(step)), None], [True, False])
         places.add(bucket.buffer.data_ptr())
         assert {g.untyped_storage().data_ptr() for g in bucket.gradients()} == places
     assert len(places) == 1

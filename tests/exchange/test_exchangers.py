@@ -19,7 +19,8 @@ def exchange(
     """Average this rank's entry of `gradients`; a (3,) and a (2, 2) parameter."""
     dtype = next(g.dtype for g in gradients[0] if g is not None)
     bucket = Bucket([torch.empty(3, dtype=dtype), torch.empty(2, 2, dtype=dtype)])
-    bucket.pack(gradients[transport.rank], notice=transport.rank == 1)
+    given = gradients[transport.rank]
+    bucket.pack(given, [g is not None for g in given], notice=transport.rank == 1)
     DenseExchanger(transport, *options).start(bucket, key="bucket 0").finish()
     return bucket
 
