@@ -36,6 +36,7 @@ class _Request:
     dtype: str
     largest_nbytes: int
     seconds: float
+    busy: bool
     save: str | None
     json: bool
 
@@ -51,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds", type=float, default=5.0, help="give up larger sizes after this (default: 5)"
+    )
+    parser.add_argument(
+        "--busy", action="store_true", help="keep a core of each rank computing meanwhile"
     )
     parser.add_argument("--save", metavar="LINK.json", help="write alpha and beta to this file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -96,6 +100,7 @@ def _measure(request: _Request) -> None:
             dtype=_DTYPES[request.dtype],
             device=device,
             budget_seconds=request.seconds,
+            beside_computation=request.busy,
         )
         if transport.rank == 0:
             _report(fit_alpha_beta(samples), transport.world_size, request)

@@ -27,6 +27,9 @@ from lightning_mgwfbp.plan import (
     fit_alpha_beta,
 )
 
+# Backward on CPUs takes a core or more; waiting for an accelerator, or replayed, far less.
+_BUSY = 0.7
+
 
 def agree_on_profile(
     transport: Transport,
@@ -79,16 +82,29 @@ def wire_dtype(parameters: Sequence[nn.Parameter], compressor: Compressor | None
 
 
 def measure_link(
-    transport: Transport, parameters: Sequence[nn.Parameter], compressor: Compressor | None
+    transport: Transport,
+    parameters: Sequence[nn.Parameter],
+    compressor: Compressor | None,
+    busy_fraction: float,
 ) -> LinkFit:
-    """Time the transport in the wire dtype up to the largest possible group, and fit a line."""
+    """Time the transport in the wire dtype up to the largest possible group, and fit a line.
+
+    Args:
+        transport: joins the ranks.
+        parameters: those that will be exchanged.
+        compressor: decides the wire dtype.
+        busy_fraction: how much of a core backward takes; messages are timed beside a computing
+            thread where it takes most of one.
+    """
     dtype = wire_dtype(parameters, compressor)
+    device = parameters[0].device
     numel = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
     samples = time_all_reduce(
         transport,
         largest_nbytes=numel * dtype.itemsize,
         dtype=dtype,
-        device=parameters[0].device,
+        device=device,
+        beside_computation=device.type == "cpu" and busy_fraction > _BUSY,
     )
     return fit_alpha_beta(samples)
 

@@ -87,7 +87,7 @@ class WarmUp:
         elif self._settings.profile is not None:
             with located("`profile=...`"):
                 self._settings.profile.check_names(self._reducer.plan.names)
-            return self._tune(self._settings.profile)
+            return self._tune(self._settings.profile, busy_fraction=0.0)
         else:
             self.restart()
         return None
@@ -130,6 +130,7 @@ class WarmUp:
         if self._seen < self._settings.warmup_steps:
             return None
         ready = self._profiler.ready_seconds()
+        busy_fraction = self._profiler.busy_fraction()
         self.stop()
         profile = tuner.agree_on_profile(
             self._transport,
@@ -138,7 +139,7 @@ class WarmUp:
             statistics.median(self._forwards) if self._forwards else 0.0,
             self._model,
         )
-        return self._tune(profile)
+        return self._tune(profile, busy_fraction)
 
     def _is_stale(self) -> bool:
         if isinstance(self._settings.planner, MergePlan):
@@ -152,10 +153,13 @@ class WarmUp:
         planned = set(self._reducer.plan.names)
         return {name: p for name, p in self._named.items() if name in planned}
 
-    def _tune(self, profile: ModelProfile) -> Tuned:
+    def _tune(self, profile: ModelProfile, busy_fraction: float) -> Tuned:
         if self._link is None:
             self._link = tuner.measure_link(
-                self._transport, list(self._planned().values()), self._settings.compressor
+                self._transport,
+                list(self._planned().values()),
+                self._settings.compressor,
+                busy_fraction,
             ).link
         cost = tuner.dense_cost(self._link, self._settings.compressor)
         assert not isinstance(self._settings.planner, MergePlan)

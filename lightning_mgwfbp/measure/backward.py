@@ -28,7 +28,7 @@ class BackwardProfiler:
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._named = [(name, p) for name, p in named_parameters if p.requires_grad]
         on_gpu = bool(self._named) and self._named[0][1].is_cuda
-        self._now = _device_event if on_gpu else time.perf_counter
+        self._now = _device_event if on_gpu else _now
         self._handles: list[RemovableHandle] = []
         self._backwards: list[_Backward] = []
 
@@ -69,22 +69,41 @@ class BackwardProfiler:
         medians = {name: statistics.median(t) for name, t in times.items()}
         return dict(sorted(medians.items(), key=lambda item: item[1]))
 
+    def busy_fraction(self) -> float:
+        """CPU time of this process per wall time, over all backwards: 1 where one core computes,
+        little where an accelerator does."""
+        wall = sum(b.wall_end - b.wall_begin for b in self._backwards)
+        cpu = sum(b.cpu_end - b.cpu_begin for b in self._backwards)
+        return cpu / wall if wall else 0.0
+
     def _on_gradient(self, name: str, _: Tensor) -> None:
         if not self._backwards:
             self.end()
-        self._backwards[-1].marks[name] = self._now()
+        self._backwards[-1].mark(name, self._now())
 
 
 class _Backward:
     def __init__(self, start: float | torch.cuda.Event | None) -> None:
         self.start = start
         self.marks: dict[str, float | torch.cuda.Event] = {}
+        self.wall_begin = self.wall_end = time.perf_counter()
+        self.cpu_begin = self.cpu_end = time.process_time()
+
+    def mark(self, name: str, now: float | torch.cuda.Event) -> None:
+        if self.start is None and not self.marks:  # begins here
+            self.wall_begin, self.cpu_begin = time.perf_counter(), time.process_time()
+        self.marks[name] = now
+        self.wall_end, self.cpu_end = time.perf_counter(), time.process_time()
 
     def seconds(self) -> dict[str, float]:
         if not self.marks:
             return {}
         start = self.start if self.start is not None else next(iter(self.marks.values()))
         return {name: _seconds_between(start, mark) for name, mark in self.marks.items()}
+
+
+def _now() -> float:
+    return time.perf_counter()
 
 
 def _device_event() -> torch.cuda.Event:

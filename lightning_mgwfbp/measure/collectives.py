@@ -2,13 +2,18 @@
 
 Messages are issued as the engine issues them: several in flight, then all waited for; one after
 another they would over-charge the start-up (gloo: eight 256 KiB all-reduces at 1 Gbit/s take 43 ms
-one by one, 20 ms in flight). The slowest rank counts.
+one by one, 20 ms in flight). Where training computes on the cores that serve the network, they are
+timed beside a computing thread: a transport that must wait for a core to become free has another
+start-up than on an idle machine. The slowest rank counts.
 """
 
 from __future__ import annotations
 
 import statistics
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -29,6 +34,7 @@ def time_all_reduce(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     budget_seconds: float = 3.0,
+    beside_computation: bool = False,
 ) -> list[tuple[float, float]]:
     """Time all-reduces from a few bytes to `largest_nbytes`, each size four times the last.
 
@@ -40,6 +46,7 @@ def time_all_reduce(
         budget_seconds: a size that would exceed it is given up, and all larger ones; on a link
             so slow a straight line through the smaller ones is as good. A few bytes and four
             times as many are always timed.
+        beside_computation: keep one core of each rank computing meanwhile.
 
     Returns:
         (nbytes, seconds) pairs by size, at least two, the same on all ranks.
@@ -50,6 +57,13 @@ def time_all_reduce(
     while sizes[-1] * _GROWTH < largest:
         sizes.append(sizes[-1] * _GROWTH)
     sizes.append(largest)
+    with _computation() if beside_computation else nullcontext():
+        return _time_sizes(transport, buffer, sizes, budget_seconds)
+
+
+def _time_sizes(
+    transport: Transport, buffer: torch.Tensor, sizes: Sequence[int], budget_seconds: float
+) -> list[tuple[float, float]]:
     _time_once(transport, buffer, sizes[0])  # the first collective opens connections
     samples: list[tuple[float, float]] = []
     spent, last = 0.0, 0.0
@@ -63,8 +77,27 @@ def time_all_reduce(
         slowest = [max(times) for times in zip(*everyone, strict=True)]
         last = statistics.median(slowest)
         spent += sum(slowest)
-        samples.append((float(numel * dtype.itemsize), last / _in_flight(buffer, numel)))
+        samples.append((float(numel * buffer.itemsize), last / _in_flight(buffer, numel)))
     return samples
+
+
+@contextmanager
+def _computation() -> Iterator[None]:
+    """Keep a thread multiplying matrices, as backward does."""
+    done = threading.Event()
+
+    def compute() -> None:
+        matrix = torch.ones(256, 256)
+        while not done.is_set():
+            torch.mm(matrix, matrix)
+
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _in_flight(buffer: torch.Tensor, numel: int) -> int:

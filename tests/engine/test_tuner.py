@@ -107,7 +107,7 @@ def test_the_link_is_timed_up_to_the_largest_group() -> None:
     def measure(transport: LoopbackTransport) -> tuple[AlphaBeta, float]:
         keys = record_keys(transport)
         given = [nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(50, dtype=COMPLEX))]
-        fit = tuner.measure_link(transport, given, Cast("float16"))
+        fit = tuner.measure_link(transport, given, Cast("float16"), busy_fraction=1.0)
         assert keys
         return fit.link, fit.samples[-1][0]
 

@@ -1,7 +1,6 @@
 """A failure here is when the warm-up watches, plans, or begins anew."""
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,7 +106,7 @@ class Clock(threading.local):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(backward, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(backward, "_now", lambda: clock.now)
     return clock
 
 

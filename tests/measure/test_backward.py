@@ -1,7 +1,7 @@
 """A failure here is a gradient's time that is not its own, or hooks that disturb training."""
 
-from collections.abc import Iterator
-from types import SimpleNamespace
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ class Chain(nn.Module):
 def on_clock(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
     """The profiler's clock reads `times`, one after the other."""
     left: Iterator[float] = iter(times)
-    monkeypatch.setattr(module_under_test, "time", SimpleNamespace(perf_counter=lambda: next(left)))
+    monkeypatch.setattr(module_under_test, "_now", lambda: next(left))
 
 
 def attached(chain: nn.Module) -> BackwardProfiler:
@@ -44,6 +44,22 @@ def test_medians_in_order_of_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
         chain().backward()
         profiler.end()
     assert list(profiler.ready_seconds().items()) == [("c", 2), ("b", 3), ("a", 4)]
+
+
+def test_busy_fraction_tells_computing_from_waiting() -> None:
+    """Links are timed beside a computing thread where nothing computes, or not where it does."""
+
+    def fraction(pass_time: Callable[[], object]) -> float:
+        profiler = attached(chain := Chain())
+        loss = chain()
+        loss.register_hook(lambda _: pass_time())
+        profiler.begin()
+        loss.backward()
+        return profiler.busy_fraction()
+
+    waiting = fraction(lambda: time.sleep(0.05))
+    assert waiting < 0.5
+    assert waiting < fraction(lambda: [torch.mm(m, m) for m in [torch.ones(256, 256)] * 50])
 
 
 def test_real_times_are_in_the_order_of_backward() -> None:
