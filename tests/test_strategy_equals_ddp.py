@@ -81,6 +81,7 @@ def test_other_precisions_stay_within_their_rounding(precision: str, rtol: float
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_four_ranks_differ_by_rounding_only(optimizer: str) -> None:
     """The order of sums is the only freedom; Adam magnifies rounding, so one step is compared."""
