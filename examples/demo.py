@@ -36,7 +36,8 @@ def train(strategy: str) -> tuple[float, dict[str, Tensor], object]:
             "--trainer.logger=false",
             "--trainer.enable_checkpointing=false",
             "--trainer.enable_model_summary=false",
-        ]
+        ],
+        save_config_callback=None,
     )
     (metrics,) = cli.trainer.test(cli.model, cli.datamodule, verbose=False)
     return metrics["test_acc"], cli.model.state_dict(), cli.trainer.strategy

@@ -47,6 +47,14 @@ class WarmupCallback(pl.Callback):
         """Called by the strategy in its setup."""
         self._strategy = strategy
 
+    def warn_that_nothing_is_saved(self) -> None:
+        """Called by the strategy when a saved plan spares all measuring."""
+        if self._save_dir is not None:
+            rank_zero_warn(
+                f"`WarmupCallback(save_dir={self._save_dir!r})` has no effect with a saved plan as"
+                " `planner=...`: nothing is measured."
+            )
+
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._strategy is None:

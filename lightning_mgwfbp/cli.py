@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningCLI
 
@@ -33,11 +33,12 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def lightning_cli(argv: Sequence[str] | None) -> LightningCLI:
+def lightning_cli(argv: Sequence[str] | None, **kwargs: Any) -> LightningCLI:
     """Run Lightning's own command line, any model and data; return what it built.
 
     Args:
         argv: None for this process's own, about which LightningCLI would warn if they were given.
+        kwargs: further arguments of LightningCLI.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a class_path is found where one is
@@ -46,6 +47,7 @@ def lightning_cli(argv: Sequence[str] | None) -> LightningCLI:
         save_config_kwargs={"overwrite": True},
         subclass_mode_model=True,
         subclass_mode_data=True,
+        **kwargs,
     )
 
 

@@ -19,6 +19,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -117,7 +118,13 @@ class MGWFBPStrategy(DDPStrategy):
             start_method=start_method,
         )
         self._options = Options(
-            planner, compressor, warmup_steps, replan_every_n_steps, profile, link, static_graph
+            planner=planner,
+            compressor=compressor,
+            warmup_steps=warmup_steps,
+            replan_every_n_steps=replan_every_n_steps,
+            profile=profile,
+            link=link,
+            static_graph=static_graph,
         )
         given = [b for b in (broadcast_buffers, forward_sync_buffers) if b is not None]
         self._broadcast_buffers = all(given)
@@ -158,9 +165,13 @@ class MGWFBPStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        callback = WarmupCallback.of(trainer)
+        callback.attach(self)
         module = self.lightning_module
         if self._transport is None or module is None:
-            return  # one process, or no fit
+            return  # one process
         settings = self._options.settle(self._transport)
         named = exchanged_parameters(module)
         exchanger = DenseExchanger(self._transport, settings.compressor)
@@ -172,9 +183,8 @@ class MGWFBPStrategy(DDPStrategy):
         self.warmup = WarmUp(type(module).__name__, named, self._transport, self.reducer, settings)
         if isinstance(settings.planner, MergePlan):
             rank_zero_info(f"{len(settings.planner.groups)} merge groups, from a saved plan.")
+            callback.warn_that_nothing_is_saved()
         tuned = self.warmup.start()
-        callback = WarmupCallback.of(trainer)
-        callback.attach(self)
         if tuned is not None:
             callback.on_plan(trainer, tuned)
 

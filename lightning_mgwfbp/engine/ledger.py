@@ -31,7 +31,6 @@ class GradientLedger:
         self._names = names
         self._parameters = parameters
         self.is_new = [False] * len(parameters)
-        self._is_average = [False] * len(parameters)  # .grad has been the same on all ranks
         self._aside: dict[int, Tensor] = {}
 
     def take(self, i: int) -> Tensor | None:
@@ -48,7 +47,6 @@ class GradientLedger:
             self.is_new[i] = False  # what was accumulated has been thrown away
         elif not self.is_new[i]:
             self._aside[i] = gradient
-            return gradient if self._is_average[i] else None
         elif gradient.layout is not torch.strided:
             raise TypeError(
                 f"The gradient of {self._names[i]!r} is sparse, which cannot be exchanged yet:"
@@ -57,7 +55,8 @@ class GradientLedger:
         return gradient
 
     def put(self, i: int, average: Tensor | None) -> Tensor | None:
-        """Put the average of what was taken in `.grad`; None: no rank had anything.
+        """Put the average of what was taken in `.grad`; None: no rank had anything new, and what
+        was there comes back.
 
         Returns:
             What has arrived in `.grad` since it was taken, a late part.
@@ -65,14 +64,8 @@ class GradientLedger:
         parameter = self._parameters[i]
         late = parameter.grad
         aside = self._aside.pop(i, None)
-        if average is None:
-            parameter.grad = aside
-        elif aside is None or self._is_average[i]:
-            parameter.grad = average
-        else:
-            parameter.grad = average.add_(aside)  # the user's own, which no rank was sent
+        parameter.grad = aside if average is None else average
         self.is_new[i] = False
-        self._is_average[i] |= average is not None
         return late
 
     def add(self, i: int, average: Tensor) -> None:
@@ -80,4 +73,3 @@ class GradientLedger:
         parameter = self._parameters[i]
         parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
         self.is_new[i] = False
-        self._is_average[i] = True

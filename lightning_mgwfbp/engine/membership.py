@@ -70,7 +70,8 @@ class Membership:
         """The planned parameters but for those frozen for long, whose count begins anew."""
         leaving = self._frozen if self._frozen_for >= _EXCHANGES_UNTIL_FROZEN_LEAVE else []
         self._frozen_for = 0
-        return [i for i in self._planned if i not in leaving]
+        # a plan has at least one parameter, and its messages carry the notice to unfreeze
+        return [i for i in self._planned if i not in leaving] or self._planned
 
     def close(self) -> None:
         """Remove all hooks."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_mgwfbp.engine.agreement import parameter_facts, require_agreement
 from lightning_mgwfbp.engine.options import Options
 from lightning_mgwfbp.engine.reducer import Reducer
-from lightning_mgwfbp.engine.warmup import WarmUp
+from lightning_mgwfbp.engine.warmup import Tuned, WarmUp
 from lightning_mgwfbp.exchange.compressors import Compressor
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
@@ -61,7 +61,7 @@ class MergedOptimizer(Optimizer):
     Args:
         optimizer: yours. Learning-rate schedulers may hold either.
         named_parameters: `model.named_parameters()`, the same on all ranks, at least all that
-            the optimizer steps.
+            the optimizer steps, and none that another MergedOptimizer exchanges.
         planner: "auto", "optimal", "mgwfbp", "threshold", "wfbp", "single", or a Planner; or a
             plan made before.
         compressor: None, "fp16", "bf16", or a Compressor.
@@ -82,6 +82,7 @@ class MergedOptimizer(Optimizer):
     """
 
     _warmup: WarmUp | None
+    tuned: Tuned | None  # the last plan with what it was made from; None before
 
     def __init__(
         self,
@@ -98,20 +99,28 @@ class MergedOptimizer(Optimizer):
         static_graph: bool = False,
     ) -> None:
         named = list(named_parameters)
-        options = Options(
-            planner, compressor, warmup_steps, replan_every_n_steps, profile, link, static_graph
-        )
-        transport = TorchTransport() if transport is None else transport
-        require_agreement(transport, {**options.facts(), **parameter_facts(named)})
-        settings = options.settle(transport)
-        exchanger = DenseExchanger(transport, settings.compressor)
-        reducer = Reducer(named, exchanger, static_graph=static_graph)
-        self._wrap(optimizer, reducer, _plain_step)
         self._known = {id(p) for _, p in named}
         for param_group in optimizer.param_groups:
             self._require_named(param_group)
-        self._warmup = WarmUp(type(optimizer).__name__, named, transport, reducer, settings)
-        self._warmup.start()
+        options = Options(
+            planner=planner,
+            compressor=compressor,
+            warmup_steps=warmup_steps,
+            replan_every_n_steps=replan_every_n_steps,
+            profile=profile,
+            link=link,
+            static_graph=static_graph,
+        )
+        self._own_transport = TorchTransport() if transport is None else None
+        transport = self._own_transport or transport
+        assert transport is not None
+        require_agreement(transport, {**options.facts(), **parameter_facts(named)})
+        settings = options.settle(transport)
+        exchanger = DenseExchanger(transport, settings.compressor)
+        reducer = Reducer(named, exchanger, static_graph=settings.static_graph)
+        self._wrap(optimizer, reducer, _plain_step)
+        self._warmup = WarmUp("", named, transport, reducer, settings)
+        self.tuned = self._warmup.start()
 
     @classmethod
     def sharing(
@@ -135,6 +144,7 @@ class MergedOptimizer(Optimizer):
         self._step = step
         self._exchanges_at_step = reducer.exchanges
         self._warmup = None
+        self.tuned = None
 
     param_groups = _Forwarded()
     state = _Forwarded()
@@ -172,10 +182,16 @@ class MergedOptimizer(Optimizer):
         else:
             result = self._step(self.optimizer, self._averaging(closure), **kwargs)
         if self._warmup is not None:
-            self._warmup.step_ended()
+            self.tuned = self._warmup.step_ended() or self.tuned
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, also those on their way: they are waited for first (collective then).
+
+        `model.zero_grad()` knows nothing of those: call this one instead.
+        """
+        if self.reducer.syncing and self.reducer.unsynchronized:
+            self.synchronize()
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,6 +209,8 @@ class MergedOptimizer(Optimizer):
         if self._warmup is not None:
             self._warmup.stop()
         self.reducer.close()
+        if self._own_transport is not None:
+            self._own_transport.close()
 
     def _averaging(self, closure: Closure) -> Closure:
         @torch.enable_grad()

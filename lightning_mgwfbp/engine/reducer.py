@@ -91,8 +91,8 @@ class Reducer:
 
     @property
     def unsynchronized(self) -> bool:
-        """Whether a backward outside `no_sync` has left gradients that were not exchanged."""
-        return self._running
+        """Whether a backward has left gradients on this rank that were not exchanged."""
+        return self._running or any(self._ledger.is_new)
 
     @property
     def exposed_seconds(self) -> float | None:
@@ -136,7 +136,13 @@ class Reducer:
         if not self._syncing:
             return
         begin = time.perf_counter()
-        notice = not self._static_graph and self._has_more_than_buckets_carry()
+        notice = self._has_more_than_buckets_carry()
+        if notice and self._static_graph:
+            raise RuntimeError(
+                "`static_graph=True` promises that every backward uses the same parameters equally"
+                " often, but one came after its merge group had been sent, or was frozen or"
+                " unfrozen since. Leave static_graph out."
+            )
         last = len(self._layout.buckets) - 1
         while self._launched < last:
             self._launch(self._launched)
@@ -217,10 +223,8 @@ class Reducer:
         with exchange_errors(self._transport.rank, self._layout.describe(number)):
             self._exchanges[number].finish()
         members, bucket = self._layout.members[number], self._layout.buckets[number]
-        complete = all(self._ledger.is_new[i] for i in members)
-        used = [True] * len(members) if complete else bucket.used()
         late = {}
-        for i, average, somewhere in zip(members, bucket.gradients(), used, strict=True):
+        for i, average, somewhere in zip(members, bucket.gradients(), bucket.used(), strict=True):
             part = self._ledger.put(i, average if somewhere else None)
             if part is not None:
                 late[i] = part
@@ -252,7 +256,8 @@ class Reducer:
         for indices in split_by_storage(parts, self._parameters):
             bucket = Bucket([self._parameters[i] for i in indices])
             bucket.pack([late.get(i) for i in indices], [i in late for i in indices])
-            self._exchanger.start(bucket, key="amendment").finish()
+            with exchange_errors(self._transport.rank, "gradients outside the plan"):
+                self._exchanger.start(bucket, key="amendment").finish()
             for i, average in zip(indices, bucket.gradients(), strict=True):
                 self._ledger.add(i, average)
         planned = {self._names[i] for _, theirs in everyone for i in theirs}

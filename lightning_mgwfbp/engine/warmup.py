@@ -72,6 +72,7 @@ class WarmUp:
         self._link = settings.link
         self._profiler: BackwardProfiler | None = None
         self._structure_version = reducer.structure_version
+        self._forward_began: float | None = None
         self._seen = 0  # steps since the warm-up, or the plan, began
 
     @property
@@ -87,7 +88,7 @@ class WarmUp:
         elif self._settings.profile is not None:
             with located("`profile=...`"):
                 self._settings.profile.check_names(self._reducer.plan.names)
-            return self._tune(self._settings.profile, busy_fraction=0.0)
+            return self._tune(self._settings.profile, busy_fraction=1.0)  # not known: likely
         else:
             self.restart()
         return None
@@ -112,9 +113,12 @@ class WarmUp:
         self._forward_began = time.perf_counter()
 
     def backward_begins(self) -> None:
-        if self._profiler is not None:
+        if self._profiler is None:
+            return
+        if self._forward_began is not None:  # not a second backward on the same forward
             self._forwards.append(time.perf_counter() - self._forward_began)
-            self._profiler.begin()
+            self._forward_began = None
+        self._profiler.begin()
 
     def step_ended(self) -> Tuned | None:
         """Count an optimizer step; after the last one plan and install. Collective then."""

@@ -81,19 +81,20 @@ def broadcast_optimizer_state(
     are those of `broadcast_parameters`.
     """
     transport = TorchTransport.world() if transport is None else transport
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    device = parameters[0].device if parameters else torch.device("cpu")
     leaves, structure = pytree.tree_flatten(optimizer.state_dict())
-    described = [_Described(v) if isinstance(v, Tensor) else v for v in leaves]
+    # what lies elsewhere (step counters on the CPU) is small, and not for the device's transport
+    described = [
+        _Described(v) if isinstance(v, Tensor) and v.device == device else v for v in leaves
+    ]
     described, structure = _broadcast_pickled(
         (described, structure), root_rank, transport, push_pull
     )
     if transport.rank != root_rank:
-        device = optimizer.param_groups[0]["params"][0].device
         leaves = [v.empty(device) if isinstance(v, _Described) else v for v in described]
-    moved = [v for v in leaves if isinstance(v, Tensor)]
-    # one device at a time: counters often stay on the CPU
-    for device in sorted({str(t.device) for t in moved}):
-        same = [t for t in moved if str(t.device) == device]
-        broadcast_tensors(same, root_rank, transport, push_pull=push_pull)
+    moved = [v for v, d in zip(leaves, described, strict=True) if isinstance(d, _Described)]
+    broadcast_tensors(moved, root_rank, transport, push_pull=push_pull)
     if transport.rank != root_rank:
         _load_exactly(optimizer, pytree.tree_unflatten(leaves, structure))
 
@@ -104,11 +105,9 @@ class _Described:
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        self.on_cpu = tensor.device.type == "cpu"
 
     def empty(self, device: torch.device) -> Tensor:
-        place = torch.device("cpu") if self.on_cpu else device
-        return torch.empty(self.shape, dtype=self.dtype, device=place)
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 def _load_exactly(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

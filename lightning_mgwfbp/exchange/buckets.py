@@ -35,6 +35,7 @@ class Bucket:
             sum(self._sizes) + self._tail, dtype=real_dtype(sample.dtype), device=sample.device
         )
         self._views: list[Tensor] = []
+        self._complete = False
 
     @property
     def buffer(self) -> Tensor:
@@ -56,7 +57,8 @@ class Bucket:
         self._views = [_as_gradient(c, p) for c, p in zip(chunks, self.parameters, strict=True)]
         tail.fill_(1)
         tail[-1] = notice
-        if not all(used):
+        self._complete = all(used)
+        if not self._complete:
             tail[:-1] = torch.tensor(used, dtype=tail.dtype)
         views, given = self._views, [g for g in gradients if g is not None]
         if len(given) < len(gradients):
@@ -78,7 +80,10 @@ class Bucket:
         return views
 
     def used(self) -> list[bool]:
-        """Which parameters had a gradient on any rank. Waits for the device."""
+        """Which parameters had a gradient on any rank. Waits for the device, unless this rank had
+        all of them."""
+        if self._complete:
+            return [True] * len(self.parameters)
         flags: list[bool] = (self._chunks()[-1][:-1] > 0).tolist()
         return flags
 

@@ -9,11 +9,12 @@ start-up than on an idle machine. The slowest rank counts.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
@@ -51,6 +52,7 @@ def time_all_reduce(
     Returns:
         (nbytes, seconds) pairs by size, at least two, the same on all ranks.
     """
+    _return_free_memory()
     largest = max(largest_nbytes // dtype.itemsize, 64)
     buffer = torch.zeros(largest, dtype=dtype, device=device)
     sizes = [max(_SMALLEST_NBYTES // dtype.itemsize, 1)]
@@ -83,11 +85,11 @@ def _time_sizes(
 
 @contextmanager
 def _computation() -> Iterator[None]:
-    """Keep a thread multiplying matrices, as backward does."""
+    """Keep one thread multiplying matrices, as backward does."""
     done = threading.Event()
 
     def compute() -> None:
-        matrix = torch.ones(256, 256)
+        matrix = torch.ones(64, 64)  # too small for a product to be spread over threads
         while not done.is_set():
             torch.mm(matrix, matrix)
 
@@ -98,6 +100,13 @@ def _computation() -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+def _return_free_memory() -> None:
+    """Have the C library give back what backward has freed: the buffer would come on top of it,
+    and this be the peak of the whole training's memory."""
+    with suppress(AttributeError, OSError):  # only glibc has the function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _in_flight(buffer: torch.Tensor, numel: int) -> int:

@@ -68,15 +68,6 @@ def test_what_is_new_is_taken_with_the_average() -> None:
     assert book.grad == 9
 
 
-def test_what_the_user_put_there_is_added_back() -> None:
-    """A gradient that neither autograd nor an exchange made is this rank's own affair."""
-    book = Book()
-    book.parameter.grad = torch.tensor([3.0])
-    assert book.ledger.take(0) is None
-    book.ledger.put(0, torch.tensor([1.0]))
-    assert book.grad == 4
-
-
 def test_late_parts_are_handed_back() -> None:
     """What arrives while a bucket is on its way is overwritten by the average."""
     book = Book()
