@@ -29,11 +29,13 @@ BUCKETS = ["bucket 0", "bucket 1", "bucket 2"]
 
 
 def launches(
-    transport: LoopbackTransport, orders: list[tuple[int, ...]], installed: bool
+    transport: LoopbackTransport, orders: list[tuple[int, ...]], held: bool = False
 ) -> list[tuple[list[str], list[str]]]:
     """For each step: what was launched when backward ended, and when synchronize had."""
     model = Layers()
-    reducer = reducer_of(model, transport, *((2, 2, 2) if installed else ()))
+    reducer = reducer_of(model, transport, 2, 2, 2)
+    if held:
+        reducer.hold()
     keys = record_keys(transport)
     seen = []
     for step in range(3):
@@ -48,20 +50,38 @@ def launches(
 
 def test_groups_are_launched_while_backward_runs_but_for_the_last() -> None:
     """Nothing overlaps, or a bucket goes out before its gradients exist."""
-    for seen in on_ranks(launches, [ALL] * 2, True):
+    for seen in on_ranks(launches, [ALL] * 2):
         assert seen[0] == ([], BUCKETS)  # who fires how often is not known yet
         assert seen[1:] == [(BUCKETS[:2], BUCKETS)] * 2
 
 
-def test_before_a_plan_nothing_is_launched_during_backward() -> None:
+def test_while_held_nothing_is_launched_during_backward() -> None:
     """Communication disturbs the measurement of backward."""
-    for seen in on_ranks(launches, [ALL] * 2, False):
-        assert seen == [([], ["bucket 0"])] * 3
+    for seen in on_ranks(launches, [ALL] * 2, True):
+        assert seen == [([], BUCKETS)] * 3
+
+
+def test_before_a_plan_groups_are_held_and_of_25_mib() -> None:
+    """The warm-up begins with communication inside backward, or with another plan than DDP's."""
+    parameter = nn.Parameter(torch.ones(26 * 2**18))
+    first, last = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    named = [("last", last), ("large", parameter), ("first", first)]
+    transport = LoopbackTransport.solo()
+    keys = record_keys(transport)
+    reducer = Reducer(named, DenseExchanger(transport))
+    assert reducer.plan.names == ("first", "large", "last")
+    assert reducer.plan.groups == ((0, 2), (2, 3))
+    for _ in range(2):
+        keys.clear()
+        (first.sum() + parameter.sum() + last.sum()).backward()
+        assert keys == []
+        reducer.synchronize()
+        assert keys == BUCKETS[:2]
 
 
 def test_launch_order_is_the_plans_on_every_rank() -> None:
     """Ranks whose autograd ends in another order meet in different collectives."""
-    usual, reversed_ = on_ranks(launches, [ALL, (2, 1, 0)], True)
+    usual, reversed_ = on_ranks(launches, [ALL, (2, 1, 0)])
     assert [after for _, after in usual + reversed_] == [BUCKETS] * 6
     # on the second rank the first group is complete last, and the others wait for it
     assert reversed_[1][0] == BUCKETS[:2]

@@ -17,15 +17,40 @@ from engine_examples import (
     data_of,
     gradients,
     mean,
+    plain,
     plus,
     reducer_of,
     step,
 )
-from loopback import on_ranks
+from loopback import on_ranks, record_keys
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mgwfbp.exchange.transport import LoopbackTransport
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("other", [ALL, (0,)], ids=["used on one rank", "unused on all"])
+def test_unused_parameters(other: tuple[int, ...], set_to_none: bool) -> None:
+    """What no rank used gets a gradient, or what one rank used gets none on the others."""
+    model = Layers()
+
+    def train(transport: LoopbackTransport) -> Gradients:
+        ours, rank = copy.deepcopy(model), transport.rank
+        reducer = reducer_of(ours, transport, 1, 4, 1)
+        for s in range(3):
+            step(ours, reducer, rank, s)
+            ours.zero_grad(set_to_none)
+        step(ours, reducer, rank, 9, used=other if rank else (0,))
+        return gradients(ours)
+
+    used = [(0,), other]
+    new = mean([plain(model, (data_of(rank, 9), used[rank])) for rank in range(2)])
+    zeros: Gradients = {
+        n: None if set_to_none else torch.zeros_like(p) for n, p in model.named_parameters()
+    }
+    for seen in on_ranks(train):
+        assert_close(seen, plus(zeros, new))
 
 
 @pytest.mark.parametrize("same_graph", [True, False], ids=["double backward", "two graphs"])
@@ -109,12 +134,15 @@ def test_a_block_that_fires_twice_in_one_backward() -> None:
     def train(transport: LoopbackTransport) -> list[Gradients]:
         ours = copy.deepcopy(model)
         reducer = reducer_of(ours, transport, 1, 1, 2)
+        keys = record_keys(transport)
         seen = []
         for s in range(3):
             ours.zero_grad()
             ours(data_of(transport.rank, s)).backward()
             reducer.synchronize()
             seen.append(gradients(ours))
+        # nothing was late: the second firing is waited for
+        assert keys == ["bucket 0", "bucket 1", "bucket 2"] * 3
         return seen
 
     def alone(rank: int, seed: int) -> Gradients:

@@ -26,6 +26,7 @@ def everything(seed: int) -> list[Tensor]:
         torch.randn(5, generator=generator).bfloat16(),
         torch.randn(3, generator=generator).half(),
         torch.randn(2, 2, dtype=torch.complex64, generator=generator).conj(),
+        torch.randn(3, dtype=torch.complex64, generator=generator).conj().imag,  # lazily negated
         torch.empty(0, 3),
         torch.randn(4, 6, generator=generator)[:, ::2].t(),
         torch.randn(2, 3, 2, 2, generator=generator).to(memory_format=torch.channels_last),

@@ -1,6 +1,6 @@
 """A failure here is a link that is timed otherwise than it will be used."""
 
-import time
+import threading
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -82,23 +82,21 @@ def test_the_budget_bounds_the_time(link: Link, budget: float) -> None:
         assert (size, seconds) == (same_size, pytest.approx(same_seconds))
 
 
-def test_all_ranks_hear_of_the_slowest() -> None:
+def test_all_ranks_hear_of_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks fit different links, and fail to agree on when to stop."""
-    delay = 2e-3
+    clock = threading.local()  # each rank's own, and it runs only while a message is sent
+    monkeypatch.setattr(collectives, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     def measure(transport: LoopbackTransport) -> Samples:
+        clock.now = 0.0
         start = transport.all_reduce
 
-        def late(buffer: Tensor, *, key: str) -> Pending:
-            pending = start(buffer, key=key)
-            if transport.rank == 1:
-                time.sleep(delay)
-            return pending
+        def timed(buffer: Tensor, *, key: str) -> Pending:
+            clock.now += (3.0, 1.0)[transport.rank]
+            return start(buffer, key=key)
 
-        transport.all_reduce = late  # type: ignore[method-assign]
+        transport.all_reduce = timed  # type: ignore[method-assign]
         return time_all_reduce(transport, largest_nbytes=300, budget_seconds=1e9)
 
-    ours, theirs = on_ranks(measure)
-    assert ours == theirs
-    assert [size for size, _ in ours] == [8, 32, 128, 300]
-    assert all(seconds >= delay for _, seconds in ours)
+    for samples in on_ranks(measure):
+        assert samples == [(8, 3.0), (32, 3.0), (128, 3.0), (300, 3.0)]
