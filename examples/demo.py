@@ -54,6 +54,7 @@ def show(strategy: MGWFBPStrategy, accuracy: float, ddp_accuracy: float, same: b
     assert tuned is not None
     assert strategy.measured_exposed_seconds is not None
     table = Table("", "mgwfbp", title="Handwritten digits, 2 processes")
+    table.caption = "measured includes waiting for the slower process, and for a core to be free"
     table.add_row("merge groups", str(len(tuned.plan.groups)))
     table.add_row("alpha: one more message costs", f"{tuned.link.alpha * 1e6:.0f} us")
     table.add_row("beta: one more megabyte costs", f"{tuned.link.beta * 1e9:.2f} ms")

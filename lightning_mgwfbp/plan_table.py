@@ -14,7 +14,7 @@ def print_plan(tuned: Tuned) -> None:
     """Print one row for each merge group (the first and the last where there are many)."""
     plan, timeline = tuned.plan, tuned.timeline
     table = Table(
-        title=f"{len(plan.groups)} merge groups by planner {plan.planner!r}",
+        title=f"merge groups by planner {plan.planner!r}: {len(plan.groups)}",
         caption=(
             f"alpha {tuned.link.alpha * 1e6:.0f} us, {_rate(tuned.link.beta)};"
             f" backward ends at {timeline.backward_seconds * 1e3:.1f} ms,"

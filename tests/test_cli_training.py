@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ CLASS_PATH = "lightning_mgwfbp.MGWFBPStrategy"
 
 
 @pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["lightning-mgwfbp"])
+    yield
+    if torch.distributed.is_initialized():  # a Trainer leaves its process group behind
+        torch.distributed.destroy_process_group()
 
 
 def strategy_from(tmp_path: Path, strategy: Any) -> MGWFBPStrategy:

@@ -1,6 +1,6 @@
 """Started by tests as a user's script: fit a small model and print each rank's weights.
 
-python fit.py '{"strategy": {...}, "trainer": {...}, "frozen": false}'
+python fit.py '{"strategy": {...}, "trainer": {...}, "save_dir": "..."}'
 """
 
 import json
@@ -12,14 +12,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mgwfbp import MGWFBPStrategy
+from lightning_mgwfbp import MGWFBPStrategy, WarmupCallback
 
 
 class Line(pl.LightningModule):
-    def __init__(self, frozen: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-        self.net.requires_grad_(not frozen)
 
     def training_step(self, batch, batch_idx):
         return self.net(batch[0]).square().mean()
@@ -40,11 +39,12 @@ def main() -> None:
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
+            "callbacks": [WarmupCallback(options.get("save_dir"))],
             "strategy": MGWFBPStrategy(**options.get("strategy", {})),
             **options.get("trainer", {}),
         }
     )
-    model = Line(options.get("frozen", False))
+    model = Line()
     data = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
     trainer.fit(model, DataLoader(TensorDataset(data), batch_size=4))
     total = sum(p.double().sum().item() for p in model.parameters())
