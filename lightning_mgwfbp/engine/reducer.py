@@ -111,8 +111,10 @@ class Reducer:
         self._overlap = True
 
     def hold(self) -> None:
-        """Exchange after backward from now on, until the next `install`."""
+        """Exchange after backward from now on, until the next `install`; learn anew how often
+        parameters fire, lest one unusual backward hold their groups back for ever."""
         self._overlap = False
+        self._expected = [0] * len(self._names)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
