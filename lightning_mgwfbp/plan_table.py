@@ -16,7 +16,7 @@ def print_plan(tuned: Tuned) -> None:
     table = Table(
         title=f"merge groups by planner {plan.planner!r}: {len(plan.groups)}",
         caption=(
-            f"alpha {tuned.link.alpha * 1e6:.0f} us, {_rate(tuned.link.beta)};"
+            f"alpha {tuned.link.alpha * 1e6:.0f} us, beta {tuned.link.beta * 1e9:.3f} ns per byte;"
             f" backward ends at {timeline.backward_seconds * 1e3:.1f} ms,"
             f" predicted exposed communication {timeline.exposed_seconds * 1e3:.1f} ms"
         ),
@@ -37,7 +37,3 @@ def print_plan(tuned: Tuned) -> None:
             f"{span.end_seconds * 1e3:.1f}",
         )
     Console().print(table)
-
-
-def _rate(beta: float) -> str:
-    return f"beta {beta * 1e9:.3f} ns per byte"

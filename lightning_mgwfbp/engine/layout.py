@@ -33,7 +33,7 @@ class Layout:
     Attributes:
         buckets: (B,).
         members: indices into `parameters` for each bucket, (B,) of lists.
-        group_of_bucket: index of the merge group in the plan, (B,).
+        descriptions: for each bucket which merge group it is (part) of, and what it carries, (B,).
         bucket_of: bucket of each parameter, (N,); -1 for one that is not in the plan.
     """
 
@@ -43,25 +43,22 @@ class Layout:
         self.plan = plan
         index_of = {name: i for i, name in enumerate(names)}
         self.members: list[list[int]] = []
-        self.group_of_bucket: list[int] = []
+        # made once here, since the reducer names a bucket whenever it launches or waits
+        self.descriptions: list[str] = []
         for group, (start, stop) in enumerate(plan.groups):
             indices = [index_of[name] for name in plan.names[start:stop]]
             for part in split_by_storage(indices, parameters):
                 self.members.append(part)
-                self.group_of_bucket.append(group)
+                first, last = names[part[0]], names[part[-1]]
+                self.descriptions.append(
+                    f"merge group {group} of {len(plan.groups)} ({first} to {last})"
+                )
         self.buckets = [Bucket([parameters[i] for i in part]) for part in self.members]
         self.bucket_of = [-1] * len(names)
         for bucket, part in enumerate(self.members):
             for i in part:
                 self.bucket_of[i] = bucket
         self.unplanned = [i for i, bucket in enumerate(self.bucket_of) if bucket < 0]
-        self._names = names
-
-    def describe(self, bucket: int) -> str:
-        """Say which merge group a bucket is (part) of, and what it carries."""
-        group, members = self.group_of_bucket[bucket], self.members[bucket]
-        first, last = self._names[members[0]], self._names[members[-1]]
-        return f"merge group {group} of {len(self.plan.groups)} ({first} to {last})"
 
 
 def split_by_storage(indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from lightning_mgwfbp.exchange.compressors import Compressor, resolve_compressor
 from lightning_mgwfbp.exchange.transport import Transport
@@ -80,7 +80,7 @@ class Options:
             ValueError: a file cannot be read or is not what it should be; on every rank.
         """
         planner = self.planner
-        if isinstance(planner, str) and _is_path(planner):
+        if _is_path(planner):
             saved = _read(planner, MergePlan, "planner", transport)
             assert saved is not None
             planner = saved
@@ -100,7 +100,7 @@ def _require_positive(argument: str, steps: object) -> None:
         raise ValueError(f"`{argument}=...` must be a whole number of at least 1, got {steps!r}.")
 
 
-def _is_path(planner: object) -> bool:
+def _is_path(planner: object) -> TypeGuard[str]:
     return isinstance(planner, str) and planner.endswith(".json")
 
 

@@ -216,13 +216,13 @@ class Reducer:
         bucket.pack(gradients, [self._ledger.is_new[i] for i in members], notice)
         del gradients  # their memory is free from here on
         self._launched = number + 1
-        with exchange_errors(self._transport.rank, self._layout.describe(number)):
+        with exchange_errors(self._transport.rank, self._layout.descriptions[number]):
             exchange = self._exchanger.start(bucket, key=f"bucket {number}")
         self._exchanges.append(exchange)
 
     def _finish(self, number: int) -> dict[int, Tensor]:
         """Put the averages of one bucket in place; return the late parts by parameter."""
-        with exchange_errors(self._transport.rank, self._layout.describe(number)):
+        with exchange_errors(self._transport.rank, self._layout.descriptions[number]):
             self._exchanges[number].finish()
         members, bucket = self._layout.members[number], self._layout.buckets[number]
         late = {}

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+_now = time.perf_counter  # the host's clock; on a GPU `_device_event` takes its place
+
 
 class BackwardProfiler:
     """Records, for every backward between `attach` and `detach`, when each gradient was ready.
@@ -100,10 +102,6 @@ class _Backward:
             return {}
         start = self.start if self.start is not None else next(iter(self.marks.values()))
         return {name: _seconds_between(start, mark) for name, mark in self.marks.items()}
-
-
-def _now() -> float:
-    return time.perf_counter()
 
 
 def _device_event() -> torch.cuda.Event:

@@ -35,8 +35,8 @@ def test_each_group_is_a_bucket_for_each_dtype() -> None:
     assert [b.buffer.dtype for b in layout.buckets] == [HALF, FLOAT, FLOAT]
     for bucket, members in zip(layout.buckets, layout.members, strict=True):
         assert all(p is given[i] for p, i in zip(bucket.parameters, members, strict=True))
-    assert layout.describe(0) == "merge group 0 of 2 (e to b)"
-    assert layout.describe(2) == "merge group 1 of 2 (c to c)"
+    assert layout.descriptions[0] == "merge group 0 of 2 (e to b)"
+    assert layout.descriptions[2] == "merge group 1 of 2 (c to c)"
 
 
 def test_provisional_plan_is_reversed_and_filled_to_25_mib() -> None:
