@@ -29,14 +29,16 @@ def test_each_group_is_a_bucket_for_each_dtype() -> None:
     plan = MergePlan(("e", "d", "b", "c"), ((0, 3), (3, 4)))  # `a` is frozen
     layout = Layout(plan, names, given)
     assert layout.members == [[4, 1], [3], [2]]
-    assert layout.group_of_bucket == [0, 0, 1]
     assert layout.bucket_of == [-1, 0, 2, 1, 0]
     assert layout.unplanned == [0]
     assert [b.buffer.dtype for b in layout.buckets] == [HALF, FLOAT, FLOAT]
     for bucket, members in zip(layout.buckets, layout.members, strict=True):
         assert all(p is given[i] for p, i in zip(bucket.parameters, members, strict=True))
-    assert layout.descriptions[0] == "merge group 0 of 2 (e to b)"
-    assert layout.descriptions[2] == "merge group 1 of 2 (c to c)"
+    assert layout.descriptions == [
+        "merge group 0 of 2 (e to b)",
+        "merge group 0 of 2 (d to d)",
+        "merge group 1 of 2 (c to c)",
+    ]
 
 
 def test_provisional_plan_is_reversed_and_filled_to_25_mib() -> None:
