@@ -1,5 +1,11 @@
 """Plan the merge groups of a saved profile for a given link, and predict how each plan does.
 
+The link is given by --alpha and --beta where gradients travel whole, by an all-reduce. With
+--density they are selected first and then all-gathered: the k = max(1, round(density * n)) largest
+of a group's n elements, which takes select * n * log2 n seconds of computation and, for P ranks,
+(P - 1) * (gather_alpha + gather_beta * bytes) seconds on the link, each value with an index of 4
+bytes.
+
 Prints, per planner, the groups as [start, stop) index pairs into the profile's layers and, in
 seconds since backward began, when communication ends, how much of it is exposed after backward, and
 an end that no plan undercuts.
@@ -8,6 +14,7 @@ an end that no plan undercuts.
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -16,16 +23,24 @@ from rich.table import Table
 from lightning_mgwfbp.plan import (
     PLANNERS,
     AlphaBeta,
+    Cost,
     DenseCost,
     MergePlan,
     ModelProfile,
     Planner,
+    SortSelection,
+    SparseCost,
     Threshold,
     Timeline,
+    TopKPairs,
+    all_gather_link,
     resolve_planner,
     simulate,
 )
+from lightning_mgwfbp.plan.records import require_density, require_number
 
+_DENSE = ("alpha", "beta")
+_SPARSE = ("density", "select", "world_size", "gather_alpha", "gather_beta")
 _SECONDS = ("communication_end_seconds", "exposed_seconds", "lower_bound_seconds")
 
 
@@ -45,12 +60,9 @@ class Prediction:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("profile", metavar="PROFILE.json", help="a saved ModelProfile")
-    parser.add_argument(
-        "--alpha", type=float, required=True, metavar="SECONDS", help="start-up of one message"
-    )
-    parser.add_argument(
-        "--beta", type=float, required=True, metavar="SECONDS_PER_BYTE", help="inverse bandwidth"
-    )
+    parser.add_argument("--alpha", type=float, metavar="SECONDS", help="start-up of one message")
+    parser.add_argument("--beta", type=float, metavar="SECONDS_PER_BYTE", help="inverse bandwidth")
+    _add_sparse_arguments(parser)
     parser.add_argument(
         "--planner",
         choices=("auto", "all", *PLANNERS),
@@ -68,10 +80,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
+    sparse = parser.add_argument_group("sparse exchange", "all five, instead of --alpha and --beta")
+    sparse.add_argument(
+        "--density", type=float, metavar="FRACTION", help="of the elements that travels"
+    )
+    sparse.add_argument(
+        "--select", type=float, metavar="SECONDS", help="of selection, per n * log2 n elements"
+    )
+    sparse.add_argument("--world-size", type=int, metavar="P", help="ranks")
+    sparse.add_argument(
+        "--gather-alpha", type=float, metavar="SECONDS", help="start-up of one hop of an all-gather"
+    )
+    sparse.add_argument(
+        "--gather-beta", type=float, metavar="SECONDS_PER_BYTE", help="of one hop of an all-gather"
+    )
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Print the predictions; ValueError or OSError for bad input."""
     planners = _planners(arguments.planner, arguments.threshold_nbytes)
-    cost = DenseCost(AlphaBeta(arguments.alpha, arguments.beta))
+    cost = _cost(arguments)
     profile = ModelProfile.load(arguments.profile)
     predictions = {}
     for planner in planners:
@@ -81,6 +110,40 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps({name: each.to_fields() for name, each in predictions.items()}))
     else:
         _print_table(profile, predictions)
+
+
+def _cost(arguments: argparse.Namespace) -> Cost:
+    if not _given(arguments, _SPARSE):
+        _require(arguments, _DENSE, "without --density")
+        return DenseCost(AlphaBeta(arguments.alpha, arguments.beta))
+    _require(arguments, _SPARSE, "of a sparse exchange")
+    if idle := _given(arguments, _DENSE):
+        raise ValueError(f"{_options(idle)} would have no effect with --density: leave it out")
+    require_density("--density", arguments.density)
+    for name in ("select", "gather_alpha", "gather_beta"):
+        require_number(_options([name]), getattr(arguments, name))
+    if arguments.world_size < 2:
+        raise ValueError(f"--world-size must be at least 2, got {arguments.world_size}")
+    return SparseCost(
+        all_gather_link(arguments.gather_alpha, arguments.gather_beta, arguments.world_size),
+        SortSelection(arguments.select),
+        TopKPairs(arguments.density),
+        least_itemsize=1,
+    )
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    return [name for name in names if getattr(arguments, name) is not None]
+
+
+def _require(arguments: argparse.Namespace, names: Sequence[str], when: str) -> None:
+    given = _given(arguments, names)
+    if lacking := [name for name in names if name not in given]:
+        raise ValueError(f"the following arguments are required {when}: {_options(lacking)}")
+
+
+def _options(names: Sequence[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)
 
 
 def _planners(name: str, threshold_nbytes: int | None) -> list[Planner]:

@@ -6,22 +6,41 @@ from pathlib import Path
 import pytest
 
 from lightning_mgwfbp.cli import main
-from lightning_mgwfbp.plan import PLANNERS, AlphaBeta, DenseCost, ModelProfile, Threshold, simulate
+from lightning_mgwfbp.plan import (
+    PLANNERS,
+    AlphaBeta,
+    Cost,
+    DenseCost,
+    LayerProfile,
+    ModelProfile,
+    SortSelection,
+    SparseCost,
+    Threshold,
+    TopKPairs,
+    simulate,
+)
 
 PROFILE = Path(__file__).parent / "data" / "profiles" / "resnet50.json"
 LINK = ("--alpha", "1e-4", "--beta", "8e-9")
+GATHER = ("--world-size", "4", "--gather-alpha", "1e-4", "--gather-beta", "8e-9")
+SPARSE = ("--density", "0.01", "--select", "1e-9", *GATHER)
+DENSE_COST = DenseCost(AlphaBeta(1e-4, 8e-9))
+SPARSE_COST = SparseCost(AlphaBeta(3 * 1e-4, 3 * 8e-9), SortSelection(1e-9), TopKPairs(0.01))
 
 
 def run(*arguments: str) -> None:
     assert main(["plan", *map(str, arguments)]) in (None, 0)
 
 
-def test_json_holds_what_the_simulator_says(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("link", "cost"), [(LINK, DENSE_COST), (SPARSE, SPARSE_COST)])
+def test_json_holds_what_the_simulator_says(
+    link: tuple[str, ...], cost: Cost, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Keys, names or numbers of the JSON output differ from the planners' and the simulator's."""
-    run(str(PROFILE), *LINK, "--planner", "all", "--json")
+    run(str(PROFILE), *link, "--planner", "all", "--json")
     printed = json.loads(capsys.readouterr().out)
     assert list(printed) == list(PLANNERS)
-    profile, cost = ModelProfile.load(PROFILE), DenseCost(AlphaBeta(1e-4, 8e-9))
+    profile = ModelProfile.load(PROFILE)
     for name, planner in PLANNERS.items():
         plan = planner.plan(profile, cost)
         timeline = simulate(profile, plan, cost)
@@ -37,6 +56,19 @@ def test_auto_is_the_default_and_says_what_it_is(capsys: pytest.CaptureFixture[s
     """The default is not the exact planner under its own name."""
     run(str(PROFILE), *LINK, "--json")
     assert list(json.loads(capsys.readouterr().out)) == ["optimal"]
+
+
+def test_sparse_values_keep_their_own_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sixteen bits are costed as more, or the published formula is another."""
+    profile = ModelProfile("half", (LayerProfile("p", 1024, "float16", 0.5),), 0.0)
+    profile.save(tmp_path / "half.json")
+    run(str(tmp_path / "half.json"), *SPARSE, "--json")
+    printed = json.loads(capsys.readouterr().out)["optimal"]
+    gather = 3 * (1e-4 + 8e-9 * (2 + 4) * 10)
+    assert printed["communication_end_seconds"] == pytest.approx(0.5 + 1e-9 * 10_240 + gather)
+    assert printed["exposed_seconds"] == pytest.approx(gather)
 
 
 def test_threshold_nbytes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +100,16 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
         ((PROFILE, "--alpha", "soon", "--beta", "0"), "--alpha"),
         ((PROFILE, "--beta", "0"), "--alpha"),
         ((PROFILE, *LINK, "--planner", "threshold", "--threshold-nbytes=-1"), "nbytes"),
+        ((PROFILE,), "required without --density: --alpha, --beta"),
+        ((PROFILE, "--density", "0.1"), "--select, --world-size, --gather-alpha, --gather-beta"),
+        ((PROFILE, *GATHER, "--select", "0"), "of a sparse exchange: --density"),
+        ((PROFILE, *LINK, *SPARSE), "--alpha, --beta would have no effect with --density"),
+        ((PROFILE, *SPARSE, "--density", "0"), "--density must be in (0, 1]"),
+        ((PROFILE, *SPARSE, "--density", "nan"), "--density must be in (0, 1]"),
+        ((PROFILE, *SPARSE, "--select=-1"), "--select must be"),
+        ((PROFILE, *SPARSE, "--world-size", "1"), "--world-size must be at least 2"),
+        ((PROFILE, *SPARSE, "--gather-alpha", "inf"), "--gather-alpha must be"),
+        ((PROFILE, *SPARSE, "--gather-beta=-1e-9"), "--gather-beta must be"),
         (("missing.json", *LINK), "missing.json"),
         ((__file__, *LINK), "test_cli_plan.py: not JSON"),
     ],

@@ -1,7 +1,9 @@
 """Pure numerics: what was measured, what messages cost, and which gradients to merge. No torch."""
 
 from lightning_mgwfbp.plan.costs import AlphaBeta, Cost, DenseCost, TableCost, wire_nbytes
+from lightning_mgwfbp.plan.densities import choose_densities, largest_hidden_densities
 from lightning_mgwfbp.plan.fit import LinkFit, fit_alpha_beta
+from lightning_mgwfbp.plan.low_rank import LowRankCost
 from lightning_mgwfbp.plan.merge_plan import MergePlan
 from lightning_mgwfbp.plan.planners import (
     MGWFBP,
@@ -14,6 +16,15 @@ from lightning_mgwfbp.plan.planners import (
     resolve_planner,
 )
 from lightning_mgwfbp.plan.profile import FORMAT, LayerProfile, ModelProfile, Span
+from lightning_mgwfbp.plan.sparse_costs import (
+    CheaperCost,
+    SortSelection,
+    SparseCost,
+    TopKPairs,
+    all_gather_link,
+    selected,
+)
+from lightning_mgwfbp.plan.table import Table
 from lightning_mgwfbp.plan.timeline import Timeline, lower_bound_seconds, simulate
 
 __all__ = [
@@ -22,22 +33,32 @@ __all__ = [
     "PLANNERS",
     "WFBP",
     "AlphaBeta",
+    "CheaperCost",
     "Cost",
     "DenseCost",
     "LayerProfile",
     "LinkFit",
+    "LowRankCost",
     "MergePlan",
     "ModelProfile",
     "Optimal",
     "Planner",
     "Single",
+    "SortSelection",
     "Span",
+    "SparseCost",
+    "Table",
     "TableCost",
     "Threshold",
     "Timeline",
+    "TopKPairs",
+    "all_gather_link",
+    "choose_densities",
     "fit_alpha_beta",
+    "largest_hidden_densities",
     "lower_bound_seconds",
     "resolve_planner",
+    "selected",
     "simulate",
     "wire_nbytes",
 ]

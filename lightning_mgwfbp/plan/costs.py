@@ -1,18 +1,21 @@
-"""Seconds from sizes: what planners and the simulator know of the network.
+"""Seconds from sizes: what planners and the simulator know of an exchange.
 
-A `Cost` gives each gradient an additive size and each message of that size its seconds; who merges
-compares `t(x) + t(y)` with `t(x + y)` and never sees a latency, a world size or a dtype.
+A `Cost` gives each gradient an additive size, and each merge group of that size its seconds on two
+clocks: selecting on the compute stream, then communicating on the link. Who merges compares
+`t(x) + t(y)` with `t(x + y)` and never sees a latency, a world size, a dtype or a density.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_mgwfbp.plan.profile import ITEMSIZE, LayerProfile, ModelProfile
 from lightning_mgwfbp.plan.records import Saved, dump, located, parse, require_number
+from lightning_mgwfbp.plan.table import Table
 
 
 @dataclass(frozen=True)
@@ -40,23 +43,41 @@ class AlphaBeta(Saved):
 
 
 class Cost(ABC):
-    """What it costs to exchange merge groups, per gradient and per message."""
+    """What it costs to exchange merge groups.
+
+    A size is a number, or a vector of `d` numbers where one does not say enough: all arrays of
+    sizes are then longer by a last axis of `d`. Users of a cost add and subtract sizes only.
+    """
+
+    selects: ClassVar[bool] = False
+    """Whether some group may take seconds on the compute stream."""
 
     @abstractmethod
     def sizes(self, profile: ModelProfile) -> NDArray[np.float64]:
-        """Each gradient's size; a merge group's is their sum. Whole numbers, so sums are exact."""
+        """Each gradient's size, (layers,) or (layers, d); a merge group's is their sum.
+
+        Whole numbers, so that sums are exact.
+        """
 
     @abstractmethod
     def communicate(self, size: ArrayLike) -> NDArray[np.float64]:
-        """Seconds on the link for one message of `size` (a number or an array of any shape)."""
+        """Seconds on the link for one message of `size` (one, or an array of any shape)."""
 
-    @abstractmethod
-    def least_seconds(self, size: float) -> float:
-        """Seconds that no way of cutting `size` into messages undercuts."""
+    def select(self, size: ArrayLike) -> NDArray[np.float64]:
+        """Seconds on the compute stream before a group of `size` can be sent: none if dense."""
+        return np.zeros(np.shape(size))
+
+    def least_seconds(self, size: ArrayLike) -> float:
+        """Seconds on the link that no way of cutting `size` into messages undercuts.
+
+        0 where nothing better is proved.
+        """
+        return 0.0
 
     def offsets(self, profile: ModelProfile) -> NDArray[np.float64]:
         """Size of all gradients before each: a group's is `offsets[stop] - offsets[start]`."""
-        return np.concatenate(([0.0], np.cumsum(self.sizes(profile))))  # (layers + 1,)
+        sizes = self.sizes(profile)
+        return np.concatenate((np.zeros_like(sizes[:1]), np.cumsum(sizes, axis=0)))  # layers + 1
 
 
 @dataclass(frozen=True)
@@ -76,50 +97,40 @@ class DenseCost(Cost):
     def communicate(self, size: ArrayLike) -> NDArray[np.float64]:
         return self.link(size)
 
-    def least_seconds(self, size: float) -> float:
+    def least_seconds(self, size: ArrayLike) -> float:
         return float(self.link(size))
 
 
 @dataclass(frozen=True)
 class TableCost(Cost):
-    """Measured `(nbytes, seconds)` points, in order of size, with straight lines between them.
+    """Measured `(nbytes, seconds)` points, as in `Table`.
 
-    Below the first point its seconds hold; beyond the last the last line goes on, level if it
-    would fall. Merge groups of several dtypes are costed by their bytes alone, as in `DenseCost`.
+    Merge groups of several dtypes are costed by their bytes alone, as in `DenseCost`.
     """
 
     points: tuple[tuple[float, float], ...]
     wire_itemsize: int | None = None
 
     def __post_init__(self) -> None:
-        for nbytes, seconds in self.points:
-            require_number("points", nbytes, "bytes")
-            require_number("points", seconds)
-        if len(self.points) < 2 or np.any(np.diff(self._table[0]) <= 0):
-            raise ValueError(
-                "points must be at least two (nbytes, seconds) pairs with sizes that increase, "
-                f"got {self.points!r:.120}"
-            )
+        assert self._table  # made now, so that it checks the points
 
     @cached_property
-    def _table(self) -> NDArray[np.float64]:
-        return np.array(self.points, dtype=np.float64).T  # (2, points): nbytes, seconds
+    def _table(self) -> Table:
+        return Table(self.points)
 
     def sizes(self, profile: ModelProfile) -> NDArray[np.float64]:
         return wire_nbytes(profile, self.wire_itemsize)
 
     def communicate(self, size: ArrayLike) -> NDArray[np.float64]:
-        nbytes, seconds = self._table
-        slope = max(0.0, (seconds[-1] - seconds[-2]) / (nbytes[-1] - nbytes[-2]))
-        sizes = np.asarray(size, dtype=np.float64)
-        return np.interp(sizes, nbytes, seconds) + slope * np.maximum(sizes - nbytes[-1], 0.0)
+        return self._table(size)
 
-    def least_seconds(self, size: float) -> float:
+    def least_seconds(self, size: ArrayLike) -> float:
         # On each line t(m) / m is monotone, so its least value up to `size` is at a corner.
-        nbytes = np.append(self._table[0], size)
-        corners = nbytes[(nbytes > 0) & (nbytes <= size)]
+        whole = float(np.asarray(size))
+        nbytes = np.append(self._table.sizes, whole)
+        corners = nbytes[(nbytes > 0) & (nbytes <= whole)]
         rate = (self.communicate(corners) / corners).min(initial=np.inf)
-        return float(rate * size) if size > 0 else float(self.communicate(0.0))
+        return float(rate * whole) if whole > 0 else float(self.communicate(0.0))
 
 
 def wire_nbytes(profile: ModelProfile, wire_itemsize: int | None) -> NDArray[np.float64]:
@@ -128,6 +139,11 @@ def wire_nbytes(profile: ModelProfile, wire_itemsize: int | None) -> NDArray[np.
 
 
 def _layer_wire_nbytes(layer: LayerProfile, wire_itemsize: int | None) -> int:
-    reals = 2 if layer.dtype.startswith("complex") else 1
-    itemsize = ITEMSIZE[layer.dtype] // reals
-    return layer.numel * reals * min(itemsize, wire_itemsize or itemsize)
+    numel, itemsize = reals(layer)
+    return numel * min(itemsize, wire_itemsize or itemsize)
+
+
+def reals(layer: LayerProfile) -> tuple[int, int]:
+    """How many real numbers a gradient holds, and the bytes of each: two per complex number."""
+    parts = 2 if layer.dtype.startswith("complex") else 1
+    return layer.numel * parts, ITEMSIZE[layer.dtype] // parts

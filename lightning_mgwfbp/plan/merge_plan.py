@@ -12,6 +12,7 @@ from lightning_mgwfbp.plan.records import (
     located,
     parse,
     require_count,
+    require_density,
     require_distinct,
     require_list,
     require_same_parameters,
@@ -24,12 +25,18 @@ class MergePlan(Saved):
     """Merge groups as `[start, stop)` index pairs into `names`, both in backward order.
 
     ValueError if the groups do not partition the names: each one starts where the one before
-    stopped, none is empty, and the last stops at the last name.
+    stopped, none is empty, and the last stops at the last name; or if the densities are not one
+    per group, each None or in (0, 1].
     """
 
     names: tuple[str, ...]
     groups: tuple[tuple[int, int], ...]
     planner: str = ""
+    densities: tuple[float | None, ...] = ()
+    """Per group, if any: the fraction of its compressible elements that travels.
+
+    1 is all of them, whole, by all-reduce; None is as the compressor says.
+    """
 
     def __post_init__(self) -> None:
         require_text("planner", self.planner)
@@ -49,22 +56,37 @@ class MergePlan(Saved):
             raise ValueError(
                 f"groups must cover all {len(self.names)} parameters, got {covered} covered"
             )
+        self._check_densities()
+
+    def _check_densities(self) -> None:
+        require_list("densities", self.densities)
+        if self.densities and len(self.densities) != len(self.groups):
+            raise ValueError(
+                f"densities must be one for each of the {len(self.groups)} groups, "
+                f"got {len(self.densities)}"
+            )
+        for index, density in enumerate(self.densities):
+            if density is not None:
+                require_density(f"densities[{index}]", density)
 
     def check_names(self, names: Sequence[str]) -> None:
         """ValueError naming the first parameter that only one of the plan and `names` has."""
         require_same_parameters("merge plan", self.names, names)
 
     def to_json(self) -> str:
-        return dump(planner=self.planner, names=self.names, groups=self.groups)
+        optional = {"densities": self.densities} if self.densities else {}
+        return dump(planner=self.planner, names=self.names, groups=self.groups, **optional)
 
     @classmethod
     def from_json(cls, text: str, source: str) -> "MergePlan":
         with located(source):
-            fields = parse(text, ("planner", "names", "groups"))
-            require_list("groups", fields["groups"])
-            require_list("names", fields["names"])
+            fields = parse(text, ("planner", "names", "groups"), ("densities",))
+            fields.setdefault("densities", [])
+            for name in ("names", "groups", "densities"):
+                require_list(name, fields[name])
             groups = tuple(_pair(index, pair) for index, pair in enumerate(fields["groups"]))
-            return cls(tuple(fields["names"]), groups, fields["planner"])
+            densities = tuple(fields["densities"])
+            return cls(tuple(fields["names"]), groups, fields["planner"], densities)
 
 
 def _pair(index: int, pair: object) -> tuple[int, int]:

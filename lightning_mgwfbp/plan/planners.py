@@ -1,7 +1,8 @@
 """Which gradients to merge: from what was measured and what messages cost, a merge plan.
 
 Planners see only a profile and a `Cost`. Published names: wfbp (Poseidon, ATC'17), single
-(SyncEASGD, SC'17), mgwfbp (MG-WFBP, INFOCOM'19 and TPDS'21).
+(SyncEASGD, SC'17), mgwfbp (MG-WFBP, INFOCOM'19 and TPDS'21; where groups are selected before they
+are sent it is OMGS-SGD, INFOCOM'20).
 """
 
 from abc import ABC, abstractmethod
@@ -12,6 +13,7 @@ from typing import ClassVar
 from lightning_mgwfbp.plan.costs import Cost
 from lightning_mgwfbp.plan.merge_plan import MergePlan
 from lightning_mgwfbp.plan.optimal import optimal_groups
+from lightning_mgwfbp.plan.pareto import pareto_groups
 from lightning_mgwfbp.plan.profile import ModelProfile
 from lightning_mgwfbp.plan.records import require_count
 
@@ -73,39 +75,55 @@ class Threshold(Planner):
 class MGWFBP(Planner):
     """The published greedy: merge the next gradient while waiting for it costs less than it saves.
 
-    The group so far could start at `begin`, the later of its last gradient and the link; the next
-    gradient exists at `ready`. It is merged in if `ready - begin < t(x) + t(y) - t(x + y)`, which
-    for an alpha-beta link is alpha. One pass, O(L); not optimal, since it looks one gradient ahead.
+    The group so far could be sent at `begin`, the later of its selection's end and the link. Merged
+    with the next gradient, which exists at `ready`, it would be selected by `ready + s(x + y)`, but
+    the next one's own selection is saved. So it is merged in if
+
+        ready + s(x + y) - s(y) - begin < t(x) + t(y) - t(x + y),
+
+    where for an alpha-beta link the right side is alpha. Without selections, s = 0, this is
+    MG-WFBP, with them OMGS-SGD. One pass, O(L); not optimal, since it looks one gradient ahead.
     """
 
     name: ClassVar[str] = "mgwfbp"
 
     def groups(self, profile: ModelProfile, cost: Cost) -> Iterable[tuple[int, int]]:
-        sizes = cost.sizes(profile).tolist()
-        alone = cost.communicate(sizes).tolist()
+        offsets = cost.offsets(profile)
+        alone = offsets[1:] - offsets[:-1]
+        selects, communicates = cost.select(alone).tolist(), cost.communicate(alone).tolist()
         readies = profile.ready_seconds.tolist()
-        start, size, seconds, link_free = 0, sizes[0], alone[0], 0.0
-        begin = readies[0]
-        for index in range(1, len(sizes)):
-            ready = readies[index]
-            merged_seconds = float(cost.communicate(size + sizes[index]))
-            if ready - begin < seconds + alone[index] - merged_seconds:
-                size, seconds = size + sizes[index], merged_seconds
+        start, select, communicate = 0, selects[0], communicates[0]
+        selected = link_free = 0.0  # by the groups before
+        begin = readies[0] + select
+        for index in range(1, len(readies)):
+            ready = readies[index] + selected
+            merged = offsets[index + 1] - offsets[start]
+            merged_select, merged_communicate = cost.select(merged), cost.communicate(merged)
+            wait = ready + (float(merged_select) - selects[index]) - begin
+            if wait < communicate + communicates[index] - float(merged_communicate):
+                select, communicate = float(merged_select), float(merged_communicate)
             else:
                 yield start, index
-                start, size, seconds, link_free = index, sizes[index], alone[index], begin + seconds
-            begin = max(link_free, ready)
-        yield start, len(sizes)
+                selected, link_free = selected + select, begin + communicate
+                start, select, communicate = index, selects[index], communicates[index]
+            begin = max(link_free, readies[index] + (selected + select))
+        yield start, len(readies)
 
 
 @dataclass(frozen=True)
 class Optimal(Planner):
-    """The exact plan: communication ends as early as any plan's, with the fewest groups."""
+    """The exact plan: communication ends as early as any plan's.
+
+    With the fewest groups, unless some are selected first (see `pareto`).
+    """
 
     name: ClassVar[str] = "optimal"
 
     def groups(self, profile: ModelProfile, cost: Cost) -> Iterable[tuple[int, int]]:
-        return optimal_groups(profile.ready_seconds, cost.offsets(profile), cost.communicate)
+        ready, offsets = profile.ready_seconds, cost.offsets(profile)
+        if cost.selects:
+            return pareto_groups(ready, offsets, cost)
+        return optimal_groups(ready, offsets, cost.communicate)
 
 
 PLANNERS: dict[str, Planner] = {

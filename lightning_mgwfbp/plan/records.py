@@ -62,13 +62,13 @@ def dump(**fields: Any) -> str:
     return json.dumps({"format": FORMAT, **fields}, indent=0, allow_nan=False)
 
 
-def parse(text: str, required: Sequence[str]) -> dict[str, Any]:
-    """The `required` keys of the JSON object `text`; further keys are ignored."""
+def parse(text: str, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
+    """The named keys of the JSON object `text`, as in `pick`; further keys are ignored."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
-    fields = pick(value, ("format", *required))
+    fields = pick(value, ("format", *required), optional)
     number = fields.pop("format")
     if isinstance(number, bool) or number != FORMAT:
         raise ValueError(f"'format' must be {FORMAT}, got {number!r}")
@@ -103,6 +103,12 @@ def require_count(name: str, value: object) -> None:
 def require_number(name: str, value: object, unit: str = "seconds") -> None:
     if not _is_number(value):
         raise ValueError(f"{name} must be a finite number of {unit}, at least 0, got {value!r:.60}")
+
+
+def require_density(name: str, value: object) -> None:
+    """A density is the fraction of elements that travels."""
+    if not _is_number(value) or not 0 < float(value) <= 1:  # type: ignore[arg-type]
+        raise ValueError(f"{name} must be in (0, 1], got {value!r:.60}")
 
 
 def _is_number(value: object) -> bool:

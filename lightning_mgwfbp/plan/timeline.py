@@ -1,8 +1,9 @@
-"""The one recurrence: when each merge group is on the link, and how much of that is exposed.
+"""The one recurrence: when each merge group is selected and on the link, and how much is exposed.
 
-Two clocks: backward makes gradient i at `ready_i`, whatever the link does; the link sends the merge
-groups in order, each from `max(link free, ready of the group's last gradient)` on. Seconds since
-backward began.
+Two clocks. On the compute stream backward makes gradient i at `ready_i`, later by all selections
+before; when a group's last gradient exists the group is selected there. The link sends the groups
+in order, each from `max(link free, end of its selection)` on. A dense group takes no time to
+select, and then backward waits for nothing. Seconds since backward began.
 """
 
 from dataclasses import dataclass
@@ -20,10 +21,13 @@ class Timeline:
     """Each merge group's time on the link."""
     communication_end_seconds: float
     exposed_seconds: float
-    """Communication after backward has ended: what the optimizer waits for."""
+    """Communication after backward and all selections: what the optimizer waits for."""
     lower_bound_seconds: float
     """An end of communication that no plan undercuts."""
     backward_seconds: float
+    """Backward alone, as measured."""
+    selections: tuple[Span, ...] = ()
+    """Time on the compute stream, of the merge groups that take any; `index` is the group's."""
 
 
 def simulate(profile: ModelProfile, plan: MergePlan, cost: Cost) -> Timeline:
@@ -31,32 +35,42 @@ def simulate(profile: ModelProfile, plan: MergePlan, cost: Cost) -> Timeline:
     plan.check_names(profile.names)
     if plan.names != profile.names:
         raise ValueError("plan must list the parameters in the profile's order: plan again")
-    ready = profile.ready_seconds
     offsets = cost.offsets(profile)
     starts, stops = map(list, zip(*plan.groups, strict=True))
-    link_free = 0.0
-    spans = []
-    for index, seconds in enumerate(cost.communicate(offsets[stops] - offsets[starts])):
-        begin = max(link_free, float(ready[stops[index] - 1]))
-        link_free = begin + float(seconds)
+    sizes = offsets[stops] - offsets[starts]
+    seconds = zip(cost.select(sizes).tolist(), cost.communicate(sizes).tolist(), strict=True)
+    readies = profile.ready_seconds.tolist()
+    selected = link_free = 0.0
+    spans, selections = [], []
+    for index, (select, communicate) in enumerate(seconds):
+        ready = readies[stops[index] - 1]
+        selectable, selected = ready + selected, selected + select
+        begin = max(link_free, ready + selected)
+        link_free = begin + communicate
         spans.append(Span("communicate", index, begin, link_free))
+        if select > 0:
+            selections.append(Span("select", index, selectable, ready + selected))
     return Timeline(
         spans=tuple(spans),
         communication_end_seconds=link_free,
-        exposed_seconds=link_free - profile.backward_seconds,
+        exposed_seconds=link_free - (readies[-1] + selected),
         lower_bound_seconds=lower_bound_seconds(profile, cost),
         backward_seconds=profile.backward_seconds,
+        selections=tuple(selections),
     )
 
 
 def lower_bound_seconds(profile: ModelProfile, cost: Cost) -> float:
     """No plan ends earlier: the last gradient's group follows it, and all bytes follow the first.
 
-    `max(r_last + min over groups that end with the last gradient, r_first + t(all bytes))`; for a
-    cost that grows with size the cheapest such group is the last gradient alone.
+    `max(r_last + min over groups that end with the last gradient, r_first + t(all bytes))`. Such a
+    group is selected and then sent, and neither begins before its last gradient exists, which
+    selections before can only delay. For a cost that grows with size the cheapest such group is
+    the last gradient alone.
     """
     ready = profile.ready_seconds
     offsets = cost.offsets(profile)
-    last_group = float(cost.communicate(offsets[-1] - offsets[:-1]).min())
-    everything = cost.least_seconds(float(offsets[-1]))
+    sizes = offsets[-1] - offsets[:-1]
+    last_group = float((cost.select(sizes) + cost.communicate(sizes)).min())
+    everything = cost.least_seconds(offsets[-1])
     return max(float(ready[-1]) + last_group, float(ready[0]) + everything)

@@ -5,7 +5,21 @@ from itertools import combinations, pairwise
 
 from hypothesis import strategies as st
 
-from lightning_mgwfbp.plan import AlphaBeta, DenseCost, LayerProfile, ModelProfile, TableCost
+from lightning_mgwfbp.plan import (
+    AlphaBeta,
+    CheaperCost,
+    Cost,
+    DenseCost,
+    LayerProfile,
+    MergePlan,
+    ModelProfile,
+    SortSelection,
+    SparseCost,
+    Table,
+    TableCost,
+    TopKPairs,
+    simulate,
+)
 
 
 def make_profile(seconds: Sequence[float], numels: Sequence[int]) -> ModelProfile:
@@ -21,6 +35,11 @@ def partitions(count: int) -> Iterator[tuple[tuple[int, int], ...]]:
     for cuts in range(count):
         for inner in combinations(range(1, count), cuts):
             yield tuple(pairwise((0, *inner, count)))
+
+
+def end_of(profile: ModelProfile, groups: Sequence[tuple[int, int]], cost: Cost) -> float:
+    plan = MergePlan(profile.names, tuple(groups))
+    return simulate(profile, plan, cost).communication_end_seconds
 
 
 # Eighths and small integers make many exact ties; plain floats make ties only up to rounding.
@@ -50,9 +69,26 @@ def dense_costs(draw: st.DrawFn) -> DenseCost:
 
 
 @st.composite
-def table_costs(draw: st.DrawFn) -> TableCost:
+def tables(draw: st.DrawFn) -> Table:
     sizes = sorted(draw(st.sets(st.integers(0, 60), min_size=2, max_size=5)))
-    return TableCost(tuple((size, draw(exact)) for size in sizes))
+    return Table(tuple((size, draw(exact)) for size in sizes))
+
+
+def table_costs() -> st.SearchStrategy[TableCost]:
+    return tables().map(lambda table: TableCost(tuple(table.points)))
+
+
+@st.composite
+def sparse_costs(draw: st.DrawFn) -> SparseCost:
+    sorting = st.sampled_from((0.0, 1 / 16, 1e-7, 0.0123)).map(SortSelection)
+    density = draw(st.sampled_from((1e-6, 0.1, 0.25, 0.3, 0.5, 1.0)))
+    return SparseCost(
+        draw(dense_costs()).link,
+        draw(st.one_of(sorting, tables())),
+        TopKPairs(density),
+        exact_below=draw(st.sampled_from((0, 2, 1000))),
+    )
 
 
 costs = st.one_of(dense_costs(), table_costs())
+selecting_costs = st.one_of(sparse_costs(), st.builds(CheaperCost, costs, sparse_costs()))

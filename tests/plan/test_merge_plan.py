@@ -1,6 +1,7 @@
 """A failure here is a plan that is no partition, or that is read or written wrongly."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ def test_file(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.json")
     assert json.loads((tmp_path / "plan.json").read_text()) == FIELDS
     assert MergePlan.load(tmp_path / "plan.json") == PLAN
+
+
+def test_densities_file(tmp_path: Path) -> None:
+    """Densities are lost, or None among them."""
+    plan = replace(PLAN, densities=(1.0, None))
+    plan.save(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text()) == {**FIELDS, "densities": [1.0, None]}
+    assert MergePlan.load(tmp_path / "plan.json") == plan
 
 
 def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
@@ -61,6 +70,13 @@ def test_no_partition(groups: tuple[tuple[int, int], ...]) -> None:
         ("groups", [[0, 3.0]]),
         ("groups", [[False, 3]]),
         ("groups", [[0, 2]]),
+        ("densities", 0.5),
+        ("densities", None),
+        ("densities", [1.0]),
+        ("densities", [0.5, 0]),
+        ("densities", [0.5, 1.5]),
+        ("densities", [0.5, True]),
+        ("densities", [0.5, "1"]),
     ],
 )
 def test_wrong_file(field: str, value: object) -> None:

@@ -1,11 +1,22 @@
 """A failure here is a wrong plan: a planner's rule, or the exact search."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from plan_examples import costs, dense_costs, exact, make_profile, partitions, profiles, table_costs
+from plan_examples import (
+    costs,
+    dense_costs,
+    end_of,
+    exact,
+    make_profile,
+    partitions,
+    profiles,
+    table_costs,
+    tables,
+)
 
 from lightning_mgwfbp.plan import (
     MGWFBP,
@@ -13,11 +24,13 @@ from lightning_mgwfbp.plan import (
     AlphaBeta,
     Cost,
     DenseCost,
-    MergePlan,
     ModelProfile,
     Optimal,
+    SparseCost,
+    Table,
     TableCost,
     Threshold,
+    TopKPairs,
     resolve_planner,
     simulate,
 )
@@ -25,10 +38,6 @@ from lightning_mgwfbp.plan.optimal import ROUNDING
 
 PROFILES = sorted(Path(__file__).parent.parent.glob("data/profiles/*.json"))
 UNIT = DenseCost(AlphaBeta(alpha=1.0, beta=0.25))  # 1 second, and 1 second per float32
-
-
-def end_of(profile: ModelProfile, groups: tuple[tuple[int, int], ...], cost: Cost) -> float:
-    return simulate(profile, MergePlan(profile.names, groups), cost).communication_end_seconds
 
 
 def assert_as_brute_force(profile: ModelProfile, cost: Cost) -> None:
@@ -120,6 +129,66 @@ def test_mgwfbp_by_hand() -> None:
     profile = make_profile([1, 0.5, 0, 3, 0.25], [1, 1, 1, 1, 1])
     # [0, 3) begins at 1.5 and would end at 5.5; gradient 3 exists at 4.5, 3 after 1.5.
     assert MGWFBP().plan(profile, UNIT).groups == ((0, 3), (3, 5))
+
+
+# Each float32 takes a second to send with its index, each message 1; selecting n takes points[n].
+def selecting(*seconds: float) -> SparseCost:
+    return SparseCost(AlphaBeta(1.0, 1 / 8), Table(tuple(enumerate(seconds))), TopKPairs(1.0))
+
+
+def test_omgs_by_hand() -> None:
+    """A worked example fails: the clocks under selection, or the wait in them.
+
+    Gradients at 1, 1.5 and 8. The first alone is selected by 2 and sent until 4. Merged with the
+    second it is sent from 3.5 on: 0.5 + s(2) - s(1) - s(1) - 0 = 0.5 < 1, so they merge. The third
+    exists at 8: waiting for it takes 8 + s(3) - s(1) - 3.5 = 5.5 > 1.
+    """
+    profile = make_profile([1, 0.5, 6.5], [1, 1, 1])
+    assert MGWFBP().plan(profile, selecting(0, 1, 2, 2)).groups == ((0, 2), (2, 3))
+
+
+def test_selection_that_grows_faster_is_not_merged() -> None:
+    """What selecting both costs beyond selecting each is not weighed against the start-up saved.
+
+    Without a wait, s(2) - s(1) - s(1) = 1 is not less than 1; a little less than 1 is.
+    """
+    profile = make_profile([1, 0], [1, 1])
+    assert MGWFBP().plan(profile, selecting(0, 1, 3 + 1)).groups == ((0, 1), (1, 2))
+    assert MGWFBP().plan(profile, selecting(0, 1, 2.75)).groups == ((0, 2),)
+
+
+def published_omgs(profile: ModelProfile, cost: SparseCost) -> list[tuple[int, int]]:
+    """The rule as published, in its own terms: waiting against saving, layer by layer."""
+    offsets = cost.offsets(profile)
+
+    def seconds(start: int, stop: int) -> tuple[float, float]:
+        size = offsets[stop] - offsets[start]
+        return float(cost.select(size)), float(cost.communicate(size))
+
+    groups, start, link_free = [], 0, 0.0
+    ready = profile.layers[0].backward_seconds
+    for index in range(1, len(profile.layers)):
+        (s_x, g_x), (s_y, g_y) = seconds(start, index), seconds(index, index + 1)
+        s_xy, g_xy = seconds(start, index + 1)
+        begin = max(link_free, ready + s_x)
+        step = profile.layers[index].backward_seconds
+        if step + s_xy - s_x - s_y - (begin - (ready + s_x)) < g_x + g_y - g_xy:
+            ready += step
+        else:
+            groups.append((start, index))
+            start, link_free, ready = index, begin + g_x, ready + s_x + step
+    return [*groups, (start, len(profile.layers))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(profiles(most_layers=12, durations=(exact,)), tables())
+def test_mgwfbp_with_selections_is_the_published_rule(profile: ModelProfile, table: Table) -> None:
+    """The greedy is not OMGS where groups are selected first."""
+    layers = tuple(replace(layer, numel=2 ** (layer.numel % 4)) for layer in profile.layers)
+    eighths = Table(tuple((4 * i, round(8 * float(table(i))) / 8) for i in range(13)))
+    cost = SparseCost(AlphaBeta(0.5, 1 / 32), eighths, TopKPairs(0.25))
+    profile = replace(profile, layers=layers)
+    assert list(MGWFBP().plan(profile, cost).groups) == published_omgs(profile, cost)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import pytest
 from hypothesis import given, settings
-from plan_examples import costs, make_profile, partitions, profiles
+from hypothesis import strategies as st
+from plan_examples import costs, make_profile, partitions, profiles, selecting_costs
 
 from lightning_mgwfbp.plan import (
     AlphaBeta,
@@ -11,6 +12,9 @@ from lightning_mgwfbp.plan import (
     MergePlan,
     ModelProfile,
     Span,
+    SparseCost,
+    Table,
+    TopKPairs,
     lower_bound_seconds,
     simulate,
 )
@@ -34,6 +38,28 @@ def test_worked_example() -> None:
     assert timeline.lower_bound_seconds == 11  # the last gradient: 8 + 3 > 1 + (1 + 6)
 
 
+def test_selections_delay_backward() -> None:
+    """Selections do not take the compute stream's time, or the third message does not wait.
+
+    The middle parameter is too small to be selected; each other selection takes 2 seconds.
+    """
+    profile = make_profile([1, 1, 1], [2, 1, 2])
+    cost = SparseCost(
+        AlphaBeta(1.0, 0.25), Table(((0, 2.0), (9, 2.0))), TopKPairs(0.5), exact_below=2
+    )
+    plan = MergePlan(profile.names, ((0, 1), (1, 2), (2, 3)))
+    timeline = simulate(profile, plan, cost)
+    assert timeline.selections == (Span("select", 0, 1, 3), Span("select", 2, 5, 7))
+    assert timeline.spans == (
+        Span("communicate", 0, 3, 6),
+        Span("communicate", 1, 6, 8),
+        Span("communicate", 2, 8, 11),
+    )
+    assert timeline.exposed_seconds == 11 - 7
+    assert timeline.backward_seconds == 3
+    assert timeline.lower_bound_seconds == 3 + 2 + 3
+
+
 def test_lower_bound_by_bytes() -> None:
     """On a slow link the bound is not first gradient plus all bytes in one message."""
     profile = make_profile([1, 1], [30, 1])
@@ -41,7 +67,7 @@ def test_lower_bound_by_bytes() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(profiles(most_layers=7), costs)
+@given(profiles(most_layers=7), st.one_of(costs, selecting_costs))
 def test_no_plan_undercuts_the_lower_bound(profile: ModelProfile, cost: Cost) -> None:
     """The bound is not one: some plan ends earlier."""
     bound = lower_bound_seconds(profile, cost)
