@@ -40,13 +40,15 @@ class DigitsModule(LightningModule):
 
     Args:
         width: channels after the first convolution; the later ones have twice and four times it.
-        learning_rate: of SGD with Nesterov momentum, for batches of about 32 scans per process.
+        learning_rate: of SGD, for batches of about 32 scans per process.
+        momentum: of SGD, Nesterov's; 0 for none.
     """
 
-    def __init__(self, width: int = 32, learning_rate: float = 0.02) -> None:
+    def __init__(self, width: int = 32, learning_rate: float = 0.02, momentum: float = 0.9) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.learning_rate = learning_rate
+        self.momentum = momentum
         self.network = nn.Sequential(
             conv_block(1, width),
             conv_block(width, 2 * width),
@@ -88,8 +90,8 @@ class DigitsModule(LightningModule):
         return torch.optim.SGD(
             self.parameters(),
             lr=self.learning_rate,
-            momentum=0.9,
-            nesterov=True,
+            momentum=self.momentum,
+            nesterov=self.momentum > 0,
             weight_decay=5e-4,
         )
 

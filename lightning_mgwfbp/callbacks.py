@@ -65,6 +65,11 @@ class WarmupCallback(pl.Callback):
         self._steps_seen = trainer.global_step
 
     @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._strategy is not None and self._strategy.reducer is not None:
+            self._strategy.reducer.exchanger.epoch = trainer.current_epoch
+
+    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:

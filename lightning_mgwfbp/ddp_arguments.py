@@ -1,6 +1,6 @@
 """What becomes of each argument of DDPStrategy and DistributedDataParallel: one table.
 
-Honoured ones are named in `MGWFBPStrategy.__init__`; all others land here.
+Most honoured ones are named in `MGWFBPStrategy.__init__`; all others land here.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_mgwfbp.exchange.comm_hook import DDPCommHook
+
 _PLANNER_DECIDES = (
     "merge groups are planned; for groups of fixed size give planner=Threshold(nbytes=...)"
 )
 _ALWAYS_VIEWS = "gradients are always views of the buckets"
-_NO_HOOKS = (
-    "for a narrow wire format give compressor='fp16' or compressor='bf16'; for any other hook use"
-    " strategy='ddp'"
-)
+_NO_HOOK = "it belongs to a ddp_comm_hook, of which none is given"
 _PER_MODEL = "the strategy exchanges the whole model on its own device and process group"
 
 # argument: (value at which it asks for nothing, refused or only of no effect, why and the way out)
@@ -37,9 +36,8 @@ TABLE: dict[str, tuple[Any, bool, str]] = {
     "gradient_as_bucket_view": (True, False, _ALWAYS_VIEWS),
     "batched_grad_copy": (False, False, "gradients are always copied a merge group at a time"),
     "dim": (0, False, "it concerns modules on several devices, of which there are none"),
-    "ddp_comm_state": (None, True, _NO_HOOKS),
-    "ddp_comm_hook": (None, True, _NO_HOOKS),
-    "ddp_comm_wrapper": (None, True, _NO_HOOKS),
+    "ddp_comm_state": (None, False, _NO_HOOK),
+    "ddp_comm_wrapper": (None, False, _NO_HOOK),
     "model_averaging_period": (
         None,
         True,
@@ -53,6 +51,16 @@ TABLE: dict[str, tuple[Any, bool, str]] = {
     "delay_all_reduce_named_params": (None, True, "all gradients are exchanged in plan order"),
     "param_to_hook_all_reduce": (None, True, "all gradients are exchanged in plan order"),
 }
+
+
+def take_comm_hook(given: dict[str, Any]) -> DDPCommHook | None:
+    """Take DDPStrategy's three arguments of a communication hook out of `given`, as one method."""
+    hook = given.pop("ddp_comm_hook", None)
+    if hook is None:
+        return None
+    wrapper = given.pop("ddp_comm_wrapper", None)
+    state = given.pop("ddp_comm_state", None)
+    return DDPCommHook(hook if wrapper is None else wrapper(hook), state)
 
 
 def check_ddp_arguments(given: dict[str, Any]) -> None:

@@ -6,10 +6,11 @@ strategy; what DistributedDataParallel does around a forward and a backward is d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -17,7 +18,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -28,15 +29,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mgwfbp.callbacks import WarmupCallback
-from lightning_mgwfbp.ddp_arguments import check_ddp_arguments
+from lightning_mgwfbp.ddp_arguments import check_ddp_arguments, take_comm_hook
 from lightning_mgwfbp.engine.agreement import parameter_facts, require_agreement
+from lightning_mgwfbp.engine.checkpoint import ExchangeState, restore
 from lightning_mgwfbp.engine.merged_optimizer import MergedOptimizer
-from lightning_mgwfbp.engine.options import Options
+from lightning_mgwfbp.engine.options import Options, require_no_momentum
 from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.engine.warmup import Tuned, WarmUp
 from lightning_mgwfbp.exchange.broadcast import broadcast_tensors
-from lightning_mgwfbp.exchange.compressors import Compressor
-from lightning_mgwfbp.exchange.exchangers import DenseExchanger
+from lightning_mgwfbp.exchange.methods import ExchangeMethod, make_exchanger
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.module_state import (
     BufferRefresher,
@@ -45,12 +46,16 @@ from lightning_mgwfbp.module_state import (
 )
 from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Planner
 
-_NAMES = {
-    "mgwfbp": "popen",
-    "mgwfbp_spawn": "spawn",
-    "mgwfbp_fork": "fork",
-    "mgwfbp_notebook": "fork",
+_NAMES: dict[str, dict[str, Any]] = {
+    "mgwfbp": {"start_method": "popen"},
+    "mgwfbp_spawn": {"start_method": "spawn"},
+    "mgwfbp_fork": {"start_method": "fork"},
+    "mgwfbp_notebook": {"start_method": "fork"},
+    "mgwfbp_topk": {"start_method": "popen", "compressor": "topk"},
 }
+
+
+_STATE = "mgwfbp"  # key in a checkpoint
 
 
 class MGWFBPStrategy(DDPStrategy):
@@ -60,7 +65,9 @@ class MGWFBPStrategy(DDPStrategy):
     Args:
         planner: "auto", "optimal", "mgwfbp", "threshold", "wfbp", "single", a Planner, or the
             path of a saved plan, ending in .json.
-        compressor: wire format, "fp16" or "bf16", or None for the gradients' own.
+        compressor: what travels: None for gradients as they are, "fp16" or "bf16" for a narrower
+            type, "topk", "randomk" or "int8" for less with error feedback; or a Compressor,
+            PowerSGD or DDPCommHook.
         warmup_steps: optimizer steps to profile before the plan is made; the first is not counted.
         replan_every_n_steps: profile and plan anew after so many steps.
         profile: a saved ModelProfile or its path, in the place of profiling.
@@ -72,8 +79,8 @@ class MGWFBPStrategy(DDPStrategy):
         static_graph: a promise that every backward uses the same parameters equally often.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend, timeout, start_method: as for DDPStrategy.
-        ddp_arguments: every other argument of DDPStrategy and DistributedDataParallel; refused or
-            warned about as `lightning_mgwfbp.ddp_arguments.TABLE` says.
+        ddp_arguments: every other argument of DDPStrategy and DistributedDataParallel; a Python
+            ddp_comm_hook is run on the merge groups, the others are refused or warned about as `lightning_mgwfbp.ddp_arguments.TABLE` says.
 
     Raises:
         ValueError: an argument is out of range or cannot be honoured.
@@ -92,7 +99,9 @@ class MGWFBPStrategy(DDPStrategy):
         planner: Literal["auto", "optimal", "mgwfbp", "threshold", "wfbp", "single"]
         | Planner
         | str = "auto",
-        compressor: Literal["fp16", "bf16"] | Compressor | None = None,
+        compressor: Literal["fp16", "bf16", "topk", "randomk", "int8"]
+        | ExchangeMethod
+        | None = None,
         warmup_steps: int = 5,
         replan_every_n_steps: int | None = None,
         profile: ModelProfile | str | None = None,
@@ -106,7 +115,13 @@ class MGWFBPStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_arguments: Any,
     ) -> None:
+        hook = take_comm_hook(ddp_arguments)
         check_ddp_arguments(ddp_arguments)
+        if hook is not None and compressor is not None:
+            raise ValueError(
+                f"`MGWFBPStrategy(ddp_comm_hook=..., compressor={compressor!r})` cannot work: both"
+                " say how gradients travel. Leave one of them out."
+            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -119,7 +134,7 @@ class MGWFBPStrategy(DDPStrategy):
         )
         self._options = Options(
             planner=planner,
-            compressor=compressor,
+            compressor=hook or compressor,
             warmup_steps=warmup_steps,
             replan_every_n_steps=replan_every_n_steps,
             profile=profile,
@@ -132,6 +147,7 @@ class MGWFBPStrategy(DDPStrategy):
         self._buffers: BufferRefresher | None = None
         self._transport: TorchTransport | None = None
         self._merged: dict[int, MergedOptimizer] = {}
+        self._last_state: ExchangeState | None = None
         self.reducer: Reducer | None = None
         self.warmup: WarmUp | None = None
         self.tuned: Tuned | None = None
@@ -174,7 +190,17 @@ class MGWFBPStrategy(DDPStrategy):
             return  # one process
         settings = self._options.settle(self._transport)
         named = exchanged_parameters(module)
-        exchanger = DenseExchanger(self._transport, settings.compressor)
+        for optimizer in self.optimizers:
+            require_no_momentum(settings.compressor, optimizer)
+        exchanger = make_exchanger(settings.compressor, self._transport)
+        plugin = self.precision_plugin
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            exchanger.gradient_scale = plugin.scaler.get_scale
+        if exchanger.needs_whole_gradient:
+            rank_zero_info(
+                "local_clip_norm=... needs the whole gradient: every exchange begins when backward"
+                " has ended, and nothing overlaps it."
+            )
         self.reducer = Reducer(named, exchanger, static_graph=settings.static_graph)
         step = super().optimizer_step
         self._merged = {
@@ -239,7 +265,32 @@ class MGWFBPStrategy(DDPStrategy):
                 yield
 
     @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        state = self._exchange_state()
+        if state is not None and "optimizer_states" in checkpoint:  # not one of weights only
+            transport = self._transport or TorchTransport.world()
+            left_behind = state.gathered(transport)
+            if left_behind is not None:
+                checkpoint[_STATE] = left_behind
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self.reducer is not None and self.warmup is not None and _STATE in checkpoint:
+            self.warmup.resume(restore(self.reducer, checkpoint[_STATE]))
+
+    def _exchange_state(self) -> ExchangeState | None:
+        if self.reducer is None or self.warmup is None:
+            return self._last_state  # of the fit that has ended
+        plan = None if self.warmup.running else self.reducer.plan
+        return ExchangeState(self.reducer.exchanger.state_dict(), plan)
+
+    @override
     def teardown(self) -> None:
+        self._last_state = self._exchange_state()
         if self.warmup is not None:
             self.warmup.stop()
         if self.reducer is not None:
@@ -254,11 +305,9 @@ class MGWFBPStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for name, start_method in _NAMES.items():
-            what = f"Merged, planned gradient exchange; start method {start_method!r}"
-            strategy_registry.register(
-                name, cls, description=what, override=True, start_method=start_method
-            )
+        for name, arguments in _NAMES.items():
+            what = f"Merged, planned gradient exchange with {arguments}"
+            strategy_registry.register(name, cls, description=what, override=True, **arguments)
 
     def _facts(self, module: pl.LightningModule) -> dict[str, str]:
         return {

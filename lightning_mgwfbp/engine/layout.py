@@ -1,16 +1,17 @@
 """Where each parameter's gradient travels: a merge plan laid out as buckets.
 
 A merge group of one dtype on one device is one bucket, thus one message; a group of several is one
-bucket for each, launched one after the other.
+bucket for each, launched one after the other. Of a parameter whose gradients are sparse a bucket
+carries the usage flag only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mgwfbp.exchange.buckets import Bucket
 from lightning_mgwfbp.plan import (
@@ -29,36 +30,60 @@ class Layout:
     Args:
         plan: names parameters, not necessarily all of them.
         names, parameters: all parameters of the model, (N,) each.
+        compresses: says which gradients may be compressed: they come first in their buckets.
+        rowwise: indices of the parameters whose gradients are sparse.
 
     Attributes:
         buckets: (B,).
+        densities: what the plan has chosen for each bucket, if it has, (B,).
         members: indices into `parameters` for each bucket, (B,) of lists.
         descriptions: for each bucket which merge group it is (part) of, and what it carries, (B,).
         bucket_of: bucket of each parameter, (N,); -1 for one that is not in the plan.
     """
 
     def __init__(
-        self, plan: MergePlan, names: Sequence[str], parameters: Sequence[nn.Parameter]
+        self,
+        plan: MergePlan,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        compresses: Callable[[Tensor], bool] = lambda _: False,
+        rowwise: Collection[int] = (),
     ) -> None:
         self.plan = plan
         index_of = {name: i for i, name in enumerate(names)}
         self.members: list[list[int]] = []
+        self.buckets: list[Bucket] = []
+        self.densities: list[float | None] = []
         # made once here, since the reducer names a bucket whenever it launches or waits
         self.descriptions: list[str] = []
-        for group, (start, stop) in enumerate(plan.groups):
+        densities = plan.densities or (None,) * len(plan.groups)
+        for group, ((start, stop), density) in enumerate(zip(plan.groups, densities, strict=True)):
             indices = [index_of[name] for name in plan.names[start:stop]]
             for part in split_by_storage(indices, parameters):
-                self.members.append(part)
                 first, last = names[part[0]], names[part[-1]]
                 self.descriptions.append(
                     f"merge group {group} of {len(plan.groups)} ({first} to {last})"
                 )
-        self.buckets = [Bucket([parameters[i] for i in part]) for part in self.members]
+                self.densities.append(density)
+                compressed = [i for i in part if i not in rowwise and compresses(parameters[i])]
+                members = list(dict.fromkeys(compressed + part))  # the others behind them
+                self.members.append(members)
+                self.buckets.append(
+                    Bucket(
+                        [_carried(parameters[i], i in rowwise) for i in members],
+                        [names[i] for i in members],
+                        len(compressed),
+                    )
+                )
         self.bucket_of = [-1] * len(names)
         for bucket, part in enumerate(self.members):
             for i in part:
                 self.bucket_of[i] = bucket
         self.unplanned = [i for i, bucket in enumerate(self.bucket_of) if bucket < 0]
+
+
+def _carried(parameter: nn.Parameter, flag_only: bool) -> Tensor:
+    return parameter.detach()[:0] if flag_only else parameter
 
 
 def split_by_storage(indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> list[list[int]]:
@@ -71,7 +96,7 @@ def split_by_storage(indices: Sequence[int], parameters: Sequence[nn.Parameter])
 
 
 def unmeasured_profile(
-    names: Sequence[str], parameters: Sequence[nn.Parameter], trainable: Collection[str]
+    names: Sequence[str], parameters: Sequence[Tensor], trainable: Collection[str]
 ) -> ModelProfile:
     """Sizes without times, in the order in which backward is likely to produce gradients: the
     reverse of registration."""
@@ -98,12 +123,20 @@ def adapted_plan(
     trainable: Collection[str],
 ) -> MergePlan:
     """`plan` without the parameters that left, and with the new ones in groups behind it."""
-    kept = [[n for n in plan.names[a:b] if n in trainable] for a, b in plan.groups]
+    densities = plan.densities or (None,) * len(plan.groups)
+    kept = [
+        ([n for n in plan.names[start:stop] if n in trainable], density)
+        for (start, stop), density in zip(plan.groups, densities, strict=True)
+    ]
     new = set(trainable) - set(plan.names)
     if new:
         added = provisional_plan(names, parameters, new)
-        kept += [list(added.names[a:b]) for a, b in added.groups]
-    kept = [group for group in kept if group]
-    bounds = accumulate((len(group) for group in kept), initial=0)
-    flat = tuple(name for group in kept for name in group)
-    return MergePlan(flat, tuple(pairwise(bounds)), plan.planner)
+        kept += [(list(added.names[start:stop]), None) for start, stop in added.groups]
+    kept = [(group, density) for group, density in kept if group]
+    bounds = accumulate((len(group) for group, _ in kept), initial=0)
+    return MergePlan(
+        tuple(name for group, _ in kept for name in group),
+        tuple(pairwise(bounds)),
+        plan.planner,
+        tuple(density for _, density in kept) if plan.densities else (),
+    )

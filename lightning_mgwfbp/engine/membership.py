@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mgwfbp.engine.layout import Layout
@@ -22,16 +24,21 @@ class Membership:
         parameters: all of the model's, (N,).
         on_gradient: called as on_gradient(index, parameter) after each accumulation; not under
             torch.autograd.grad, as a hook on the tensor itself would be.
+        before_gradient: called as before_gradient(index) before each accumulation, likewise.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         on_gradient: Callable[[int, Tensor], None],
+        before_gradient: Callable[[int], None] | None = None,
     ) -> None:
         self._parameters = parameters
         self._on_gradient = on_gradient
+        self._before_gradient = before_gradient
         self._hooks: dict[int, RemovableHandle] = {}
+        self._nodes: dict[int, Node] = {}  # which a parameter does not keep alive itself
+        self._prehooks: list[RemovableHandle] = []
         self._frozen: list[int] = []
         self._frozen_for = 0
 
@@ -50,6 +57,10 @@ class Membership:
                 partial(self._on_gradient, i)
             )
             self._unhooked.remove(i)
+            if self._before_gradient is not None and i not in self._nodes:
+                self._nodes[i] = _accumulating_node(self._parameters[i])
+                before = partial(_ignoring_gradients, self._before_gradient, i)
+                self._prehooks.append(self._nodes[i].register_prehook(before))
         return unfrozen
 
     def changed(self) -> bool:
@@ -75,6 +86,22 @@ class Membership:
 
     def close(self) -> None:
         """Remove all hooks."""
-        for hook in self._hooks.values():
+        for hook in [*self._hooks.values(), *self._prehooks]:
             hook.remove()
         self._hooks.clear()
+        self._prehooks.clear()
+        self._nodes.clear()
+
+
+def _accumulating_node(parameter: nn.Parameter) -> Node:
+    """The node of the graph that adds to `.grad`; the same for every graph."""
+    with torch.enable_grad():
+        view = parameter.view_as(parameter)
+    assert view.grad_fn is not None
+    node = view.grad_fn.next_functions[0][0]
+    assert node is not None
+    return node
+
+
+def _ignoring_gradients(before: Callable[[int], None], i: int, _: tuple[Tensor, ...]) -> None:
+    before(i)

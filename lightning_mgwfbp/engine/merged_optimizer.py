@@ -7,7 +7,7 @@ re-implemented: options, state and step stay the wrapped one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mgwfbp.engine.agreement import parameter_facts, require_agreement
-from lightning_mgwfbp.engine.options import Options
+from lightning_mgwfbp.engine.checkpoint import ExchangeState, restore
+from lightning_mgwfbp.engine.options import Options, require_no_momentum
 from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.engine.warmup import Tuned, WarmUp
-from lightning_mgwfbp.exchange.compressors import Compressor
-from lightning_mgwfbp.exchange.exchangers import DenseExchanger
+from lightning_mgwfbp.exchange.methods import ExchangeMethod, make_exchanger
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Planner
@@ -70,6 +70,8 @@ class MergedOptimizer(Optimizer):
         replan_every_n_steps: profile and plan anew after so many steps.
         profile, link: what was measured before; with both nothing is measured.
         static_graph: a promise that every backward uses the same parameters on all ranks.
+        grad_scaler: the one you scale losses with: what a compressor leaves behind must not be
+            kept in its units, which change.
 
     Raises:
         ValueError: an argument is out of range, or the optimizer steps unnamed parameters.
@@ -90,13 +92,14 @@ class MergedOptimizer(Optimizer):
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         *,
         planner: str | Planner | MergePlan = "auto",
-        compressor: str | Compressor | None = None,
+        compressor: str | ExchangeMethod | None = None,
         transport: Transport | None = None,
         warmup_steps: int = 5,
         replan_every_n_steps: int | None = None,
         profile: ModelProfile | str | None = None,
         link: AlphaBeta | str | None = None,
         static_graph: bool = False,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         named = list(named_parameters)
         self._known = {id(p) for _, p in named}
@@ -116,7 +119,10 @@ class MergedOptimizer(Optimizer):
         assert transport is not None
         require_agreement(transport, {**options.facts(), **parameter_facts(named)})
         settings = options.settle(transport)
-        exchanger = DenseExchanger(transport, settings.compressor)
+        require_no_momentum(settings.compressor, optimizer)
+        exchanger = make_exchanger(settings.compressor, transport)
+        if grad_scaler is not None:
+            exchanger.gradient_scale = grad_scaler.get_scale
         reducer = Reducer(named, exchanger, static_graph=settings.static_graph)
         self._wrap(optimizer, reducer, _plain_step)
         self._warmup = WarmUp("", named, transport, reducer, settings)
@@ -199,6 +205,24 @@ class MergedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch begins: a compressor's schedule may go by it."""
+        self.reducer.exchanger.epoch = epoch
+
+    def exchange_state_dict(self) -> dict[str, Any] | None:
+        """What the compressor has left behind on all ranks, to be saved with the optimizer's state.
+
+        Collective; rank 0 gets it, the others None, as all do where nothing is left behind.
+        """
+        state = ExchangeState(self.reducer.exchanger.state_dict(), self.plan)
+        return state.gathered(self.reducer.exchanger.transport)
+
+    def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take up what `exchange_state_dict` gave, the same on all ranks, however many they are."""
+        plan = restore(self.reducer, saved)
+        if self._warmup is not None:
+            self._warmup.resume(plan)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._require_named(param_group)

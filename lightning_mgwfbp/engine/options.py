@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TypeGuard, TypeVar
 
-from lightning_mgwfbp.exchange.compressors import Compressor, resolve_compressor
+from torch.optim import SGD, Optimizer
+
+from lightning_mgwfbp.exchange.compressors import Compressor
+from lightning_mgwfbp.exchange.methods import ExchangeMethod, resolve_compressor
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Planner, resolve_planner
 
@@ -17,7 +20,7 @@ class Settings:
     """The options with names resolved and files read."""
 
     planner: Planner | MergePlan
-    compressor: Compressor | None
+    compressor: ExchangeMethod | None
     warmup_steps: int
     replan_every_n_steps: int | None
     profile: ModelProfile | None
@@ -31,7 +34,7 @@ class Options:
 
     Args:
         planner: a name, a Planner, a saved plan, or the path of one, ending in .json.
-        compressor: a name, a Compressor or None.
+        compressor: a name, a Compressor, PowerSGD, DDPCommHook or None.
         warmup_steps: optimizer steps to profile.
         replan_every_n_steps: profile and plan anew after so many steps, or None.
         profile, link: a record that was measured before, or its path.
@@ -42,7 +45,7 @@ class Options:
     """
 
     planner: str | Planner | MergePlan = "auto"
-    compressor: str | Compressor | None = None
+    compressor: str | ExchangeMethod | None = None
     warmup_steps: int = 5
     replan_every_n_steps: int | None = None
     profile: ModelProfile | str | None = None
@@ -93,6 +96,27 @@ class Options:
             link=_read(self.link, AlphaBeta, "link", transport),
             static_graph=self.static_graph,
         )
+
+
+def require_no_momentum(method: ExchangeMethod | None, optimizer: Optimizer) -> None:
+    """Refuse momentum correction beside an optimizer that has a momentum, which would count twice.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if not isinstance(method, Compressor) or not method.momentum_correction:
+        return
+    has = "moments of its own"
+    if type(optimizer) is SGD:
+        momentum = max(param_group["momentum"] for param_group in optimizer.param_groups)
+        if momentum == 0:
+            return
+        has = f"momentum={momentum}"
+    raise ValueError(
+        f"`{type(method).__name__}(momentum_correction={method.momentum_correction})` keeps the"
+        f" momentum of SGD, but {type(optimizer).__name__} has {has}, and momentum would count"
+        " twice: give torch.optim.SGD(momentum=0), or leave momentum_correction out."
+    )
 
 
 def _require_positive(argument: str, steps: object) -> None:

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from lightning_mgwfbp.engine.errors import exchange_errors
-from lightning_mgwfbp.engine.layout import Layout, adapted_plan, provisional_plan, split_by_storage
+from lightning_mgwfbp.engine.amendment import Amendment, amend
+from lightning_mgwfbp.engine.layout import Layout, adapted_plan, provisional_plan
 from lightning_mgwfbp.engine.ledger import GradientLedger
 from lightning_mgwfbp.engine.membership import Membership
-from lightning_mgwfbp.exchange.buckets import Bucket
-from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchange
+from lightning_mgwfbp.engine.round import Round
+from lightning_mgwfbp.exchange.exchangers import Exchanger
 from lightning_mgwfbp.plan import MergePlan
 
 
@@ -42,6 +42,7 @@ class Reducer:
             often on all ranks; spares a look at the last bucket's tail (on GPUs: a wait).
 
     Attributes:
+        exchanger: the one given.
         exchanges: how many there have been.
         structure_version: how often parameters have joined or left.
 
@@ -52,13 +53,13 @@ class Reducer:
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        exchanger: DenseExchanger,
+        exchanger: Exchanger,
         *,
         static_graph: bool = False,
     ) -> None:
         named = dict(named_parameters)
         self._names, self._parameters = tuple(named), tuple(named.values())
-        self._exchanger = exchanger
+        self.exchanger = exchanger
         self._transport = exchanger.transport
         self._static_graph = static_graph
         trainable = {name for name, p in named.items() if p.requires_grad}
@@ -74,15 +75,29 @@ class Reducer:
         self._overlap = False
         self.exchanges = 0
         self.structure_version = 0
-        self._ledger = GradientLedger(self._names, self._parameters)
-        self._membership = Membership(self._parameters, self._on_gradient)
+        self._rowwise: frozenset[int] = frozenset()  # whose gradients are sparse
+        self._ledger = GradientLedger(self._parameters, sets_aside=exchanger.keeps_a_rest)
+        self._membership = Membership(
+            self._parameters,
+            self._on_gradient,
+            self._ledger.set_aside if exchanger.keeps_a_rest else None,
+        )
         self._lay_out(provisional_plan(self._names, self._parameters, trainable))
-        self._reset()
 
     @property
     def plan(self) -> MergePlan:
         """The plan in force."""
         return self._layout.plan
+
+    @property
+    def carried(self) -> dict[str, Tensor]:
+        """What each planned parameter puts into its bucket, in the order of registration: nothing
+        where its gradients are sparse."""
+        return {
+            name: p.detach()[:0] if i in self._rowwise else p
+            for i, (name, p) in enumerate(zip(self._names, self._parameters, strict=True))
+            if self._layout.bucket_of[i] >= 0
+        }
 
     @property
     def syncing(self) -> bool:
@@ -108,7 +123,7 @@ class Reducer:
         assert not self._running, "a plan is installed between a step and the next backward"
         plan.check_names(self.plan.names)
         self._lay_out(plan)
-        self._overlap = True
+        self._overlap = not self.exchanger.needs_whole_gradient
 
     def hold(self) -> None:
         """Exchange after backward from now on, until the next `install`; learn anew how often
@@ -138,22 +153,19 @@ class Reducer:
         if not self._syncing:
             return
         begin = time.perf_counter()
-        notice = self._has_more_than_buckets_carry()
-        if notice and self._static_graph:
-            raise RuntimeError(
-                "`static_graph=True` promises that every backward uses the same parameters equally"
-                " often, but one came after its merge group had been sent, or was frozen or"
-                " unfrozen since. Leave static_graph out."
-            )
-        last = len(self._layout.buckets) - 1
-        while self._launched < last:
-            self._launch(self._launched)
-        self._launch(last, notice)
-        late: dict[int, Tensor] = {}
-        for number in range(last + 1):
-            late.update(self._finish(number))
-        if not self._static_graph and self._layout.buckets[last].noticed():
-            self._amend(late)
+        self._look_for_what_came_unseen()
+        if self.exchanger.needs_whole_gradient:
+            self.exchanger.prepare(self._new_gradients())
+        while self._round.launched <= self._round.last:
+            self._launch_next()
+        others = self._round.finish()
+        amendment = None
+        if not self._static_graph and self._layout.buckets[-1].noticed():
+            amendment = self._amend(self._round.late)
+            others += amendment.averages.values()
+        self.exchanger.conclude(others)
+        if amendment is not None:
+            self._adapt(amendment)
         self._reset()
         self.exchanges += 1
         self._waits += 1
@@ -162,36 +174,38 @@ class Reducer:
     def close(self) -> None:
         """Remove all hooks, and wait for what is still on its way."""
         self._membership.close()
-        for exchange in self._exchanges:
-            with suppress(RuntimeError):  # whoever closes in mid-exchange has an error already
-                exchange.finish()
-        self._exchanges.clear()
+        self._round.abandon()
 
     def _lay_out(self, plan: MergePlan) -> None:
-        self._layout = Layout(plan, self._names, self._parameters)
+        self._layout = Layout(
+            plan, self._names, self._parameters, self.exchanger.compresses, self._rowwise
+        )
         self._membership.adopt(self._layout)
+        self.exchanger.adopt(self._layout.buckets)
         self._waits = 0
         self._waited_seconds = 0.0
+        self._reset()
 
     def _reset(self) -> None:
         self._expected = list(map(max, self._expected, self._fired))
         self._fired = [0] * len(self._names)
-        self._exchanges: list[Exchange] = []
-        self._launched = 0
+        self._round = Round(
+            self._layout, self._ledger, self._parameters, self.exchanger, self._rowwise
+        )
         self._running = False
-        self._late = False
+        self._has_more = False  # than the buckets carry
 
     def _on_gradient(self, i: int, _: Tensor) -> None:
         self._ledger.is_new[i] = True
         bucket = self._layout.bucket_of[i]
-        if bucket < self._launched:
-            self._late = True  # under no_sync too: the exchange is on its way
+        if bucket < self._round.launched:
+            self._has_more = True  # under no_sync too: the exchange is on its way
         if not self._syncing:
             return
         if not self._running:
             self._begin()
         self._fired[i] += 1
-        if bucket >= self._launched and self._fired[i] == self._expected[i]:
+        if bucket >= self._round.launched and self._fired[i] == self._expected[i]:
             self._waiting[bucket] -= 1
             if not self._waiting[bucket] and self._overlap:
                 self._launch_ready()
@@ -205,47 +219,36 @@ class Reducer:
 
     @torch.no_grad()
     def _launch_ready(self) -> None:
-        last = len(self._layout.buckets) - 1  # [Note: the last bucket]
-        while self._launched < last and not self._waiting[self._launched]:
-            self._launch(self._launched)
+        round_ = self._round
+        while round_.launched < round_.last and not self._waiting[round_.launched]:
+            self._launch_next()
 
-    def _launch(self, number: int, notice: bool = False) -> None:
-        bucket = self._layout.buckets[number]
-        members = self._layout.members[number]
-        gradients = [self._ledger.take(i) for i in members]
-        bucket.pack(gradients, [self._ledger.is_new[i] for i in members], notice)
-        del gradients  # their memory is free from here on
-        self._launched = number + 1
-        with exchange_errors(self._transport.rank, self._layout.descriptions[number]):
-            exchange = self._exchanger.start(bucket, key=f"bucket {number}")
-        self._exchanges.append(exchange)
+    def _launch_next(self) -> None:
+        self._has_more |= self._round.take()
+        is_last = self._round.launched == self._round.last  # [Note: the last bucket]
+        if is_last and self._has_more and self._static_graph:
+            raise RuntimeError(
+                "`static_graph=True` promises that every backward uses the same parameters equally"
+                " often, but one came after its merge group had been sent, was frozen or unfrozen"
+                " since, or has a sparse gradient. Leave static_graph out."
+            )
+        self._round.launch(notice=is_last and self._has_more)
 
-    def _finish(self, number: int) -> dict[int, Tensor]:
-        """Put the averages of one bucket in place; return the late parts by parameter."""
-        with exchange_errors(self._transport.rank, self._layout.descriptions[number]):
-            self._exchanges[number].finish()
-        members, bucket = self._layout.members[number], self._layout.buckets[number]
-        late = {}
-        for i, average, somewhere in zip(members, bucket.gradients(), bucket.used(), strict=True):
-            part = self._ledger.put(i, average if somewhere else None)
-            if part is not None:
-                late[i] = part
-        return late
-
-    def _has_more_than_buckets_carry(self) -> bool:
+    def _look_for_what_came_unseen(self) -> None:
         for i in self._membership.hook_unfrozen():
-            # what it has accumulated came unseen
             if self._parameters[i].grad is not None:
                 self._ledger.is_new[i] = True
-                self._late |= self._layout.bucket_of[i] < self._launched
-        return self._membership.changed() or self._late
+                self._has_more |= self._layout.bucket_of[i] < self._round.launched
+        self._has_more |= self._membership.changed()
 
-    def _amend(self, late: dict[int, Tensor]) -> None:
-        """Exchange what no bucket carried on some rank, and adapt the plan to who takes part.
+    def _new_gradients(self) -> list[Tensor]:
+        gradients = [
+            p.grad for p, new in zip(self._parameters, self._ledger.is_new, strict=True) if new
+        ]
+        return [g for g in gradients if g is not None and not g.is_sparse]
 
-        Args:
-            late: this rank's late parts by parameter.
-        """
+    def _amend(self, late: dict[int, Tensor]) -> Amendment:
+        """Exchange what no bucket carried on some rank, this rank's `late` parts among it."""
         joining = self._membership.joining()
         for i in joining:
             self._ledger.is_new[i] = True  # its hooks were not there to say so
@@ -253,16 +256,14 @@ class Reducer:
             if part is not None:
                 late[i] = part
         members = self._membership.staying() + joining
-        everyone = self._transport.all_gather_object((sorted(late), members), key="amendment")
-        parts = sorted({i for theirs, _ in everyone for i in theirs})
-        for indices in split_by_storage(parts, self._parameters):
-            bucket = Bucket([self._parameters[i] for i in indices])
-            bucket.pack([late.get(i) for i in indices], [i in late for i in indices])
-            with exchange_errors(self._transport.rank, "gradients outside the plan"):
-                self._exchanger.start(bucket, key="amendment").finish()
-            for i, average in zip(indices, bucket.gradients(), strict=True):
-                self._ledger.add(i, average)
-        planned = {self._names[i] for _, theirs in everyone for i in theirs}
-        if planned != set(self.plan.names):
+        amendment = amend(self._transport, self._parameters, late, members, self._rowwise)
+        for i, average in amendment.averages.items():
+            self._ledger.add(i, average)
+        return amendment
+
+    def _adapt(self, amendment: Amendment) -> None:
+        planned = {self._names[i] for i in amendment.members}
+        if planned != set(self.plan.names) or amendment.rowwise != self._rowwise:
+            self._rowwise = amendment.rowwise
             self._lay_out(adapted_plan(self.plan, self._names, self._parameters, planned))
             self.structure_version += 1

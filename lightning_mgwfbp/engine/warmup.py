@@ -18,7 +18,7 @@ from lightning_mgwfbp.engine.options import Settings
 from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.measure.backward import BackwardProfiler
-from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Timeline, simulate
+from lightning_mgwfbp.plan import AlphaBeta, Cost, MergePlan, ModelProfile, Timeline, simulate
 from lightning_mgwfbp.plan.records import located
 
 
@@ -70,6 +70,7 @@ class WarmUp:
         self._reducer = reducer
         self._settings = settings
         self._link = settings.link
+        self._cost: Cost | None = None
         self._profiler: BackwardProfiler | None = None
         self._structure_version = reducer.structure_version
         self._forward_began: float | None = None
@@ -92,6 +93,16 @@ class WarmUp:
         else:
             self.restart()
         return None
+
+    def resume(self, plan: MergePlan | None) -> None:
+        """Go on with the plan of the run that is resumed, if it fits, and nothing else was given;
+        what is measured would give another, and with rests another training."""
+        given = isinstance(self._settings.planner, MergePlan) or self._settings.profile is not None
+        if plan is None or given or set(plan.names) != set(self._reducer.plan.names):
+            return
+        self.stop()
+        self._reducer.install(plan)
+        self._seen = 0
 
     def restart(self) -> None:
         """Begin to watch, whatever was given or measured before."""
@@ -138,7 +149,7 @@ class WarmUp:
         self.stop()
         profile = tuner.agree_on_profile(
             self._transport,
-            self._planned(),
+            self._reducer.carried,
             ready,
             statistics.median(self._forwards) if self._forwards else 0.0,
             self._model,
@@ -153,21 +164,19 @@ class WarmUp:
             or self._reducer.structure_version != self._structure_version
         )
 
-    def _planned(self) -> dict[str, nn.Parameter]:
-        planned = set(self._reducer.plan.names)
-        return {name: p for name, p in self._named.items() if name in planned}
-
     def _tune(self, profile: ModelProfile, busy_fraction: float) -> Tuned:
+        method = self._settings.compressor
+        carried = list(self._reducer.carried.values())
         if self._link is None:
-            self._link = tuner.measure_link(
-                self._transport,
-                list(self._planned().values()),
-                self._settings.compressor,
-                busy_fraction,
-            ).link
-        cost = tuner.dense_cost(self._link, self._settings.compressor)
+            self._link = tuner.measure_link(self._transport, carried, method, busy_fraction).link
+        if self._cost is None:
+            self._cost = tuner.exchange_cost(
+                self._transport, carried, method, self._link, busy_fraction
+            )
+        if self._reducer.exchanger.needs_whole_gradient:
+            profile = tuner.after_backward(profile)
         assert not isinstance(self._settings.planner, MergePlan)
-        plan = tuner.agree_on_plan(self._transport, profile, self._settings.planner, cost)
+        plan = tuner.agree_on_plan(self._transport, profile, self._settings.planner, self._cost)
         self._reducer.install(plan)
         self._seen = 0
-        return Tuned(plan, profile, self._link, simulate(profile, plan, cost))
+        return Tuned(plan, profile, self._link, simulate(profile, plan, self._cost))

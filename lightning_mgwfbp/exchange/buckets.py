@@ -23,24 +23,58 @@ class Bucket:
     contiguous ones.
 
     Args:
-        parameters: of one dtype and one device.
+        parameters: of one dtype and one device; those that may be compressed come first.
+        names: theirs, for an exchanger that keeps something of each.
+        compressed: how many of them may be.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], names: Sequence[str] = (), compressed: int = 0
+    ) -> None:
         self.parameters = tuple(parameters)
+        self.names = tuple(names)
+        self.compressed = compressed
         sample = self.parameters[0]
         self._sizes = [p.numel() * (2 if p.is_complex() else 1) for p in self.parameters]
-        self._tail = len(self.parameters) + 1
+        self.body_numel = sum(self._sizes[:compressed])
+        self._tail_numel = len(self.parameters) + 1
         self._buffer = torch.empty(
-            sum(self._sizes) + self._tail, dtype=real_dtype(sample.dtype), device=sample.device
+            sum(self._sizes) + self._tail_numel,
+            dtype=real_dtype(sample.dtype),
+            device=sample.device,
         )
         self._views: list[Tensor] = []
+        self._used: Sequence[bool] = ()
         self._complete = False
 
     @property
     def buffer(self) -> Tensor:
         """What is exchanged, (numel + tail,)."""
         return self._buffer
+
+    @property
+    def data(self) -> Tensor:
+        """The gradients, (numel,)."""
+        return self._buffer[: -self._tail_numel]
+
+    @property
+    def tail(self) -> Tensor:
+        """What travels behind them, (number of parameters + 1,)."""
+        return self._buffer[-self._tail_numel :]
+
+    @property
+    def is_used_here(self) -> Sequence[bool]:
+        """Which parameters this rank has a gradient for, as `pack` was told."""
+        return self._used
+
+    def chunks(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Cut `flat`, (numel,), into what belongs to each parameter, (its numel,) of reals."""
+        return flat.split(self._sizes)
+
+    def as_gradients(self, flat: Tensor) -> list[Tensor]:
+        """Cut `flat`, (numel,), real of any precision, into views as gradients lie here."""
+        pairs = zip(self.chunks(flat), self.parameters, strict=True)
+        return [_as_gradient(chunk, p) for chunk, p in pairs]
 
     def pack(
         self, gradients: Sequence[Tensor | None], used: Sequence[bool], notice: bool = False
@@ -53,10 +87,11 @@ class Bucket:
             notice: this rank's part of the value behind the usage flags.
         """
         self._let_go_of_held_views()
-        *chunks, tail = self._chunks()
-        self._views = [_as_gradient(c, p) for c, p in zip(chunks, self.parameters, strict=True)]
+        self._views = self.as_gradients(self.data)
+        tail = self.tail
         tail.fill_(1)
         tail[-1] = notice
+        self._used = used
         self._complete = all(used)
         if not self._complete:
             tail[:-1] = torch.tensor(used, dtype=tail.dtype)
@@ -84,15 +119,12 @@ class Bucket:
         all of them."""
         if self._complete:
             return [True] * len(self.parameters)
-        flags: list[bool] = (self._chunks()[-1][:-1] > 0).tolist()
+        flags: list[bool] = (self.tail[:-1] > 0).tolist()
         return flags
 
     def noticed(self) -> bool:
         """Whether any rank set `notice`. Waits for the device."""
-        return bool(self._buffer[-1] > 0)
-
-    def _chunks(self) -> tuple[Tensor, ...]:
-        return self._buffer.split([*self._sizes, self._tail])
+        return bool(self.tail[-1] > 0)
 
     def _let_go_of_held_views(self) -> None:
         # the buffer itself and the handle that asks make two

@@ -6,12 +6,16 @@ bits, and a narrow wire format cannot overflow in the sum.
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lightning_mgwfbp.exchange.buckets import Bucket
-from lightning_mgwfbp.exchange.compressors import Compressor
+from lightning_mgwfbp.exchange.compressors.cast import Cast
 from lightning_mgwfbp.exchange.transport import Pending, Transport
 
 
@@ -22,35 +26,108 @@ class Exchange(Protocol):
         """Return once the bucket holds the averages."""
 
 
-class DenseExchanger:
-    """All-reduces every element, in the bucket's own dtype or in a compressor's.
+class Exchanger(ABC):
+    """Averages buckets over the ranks of `transport`, and keeps what it leaves behind.
+
+    What it leaves behind is kept in two phases: `start` and `finish` write it aside, `conclude`
+    makes it valid, or drops it where the averages of this step are not finite.
+
+    Attributes:
+        gradient_scale: says what the gradients are multiplied by (a GradScaler's loss scale).
+        epoch: of the training, for schedules.
+    """
+
+    gradient_scale: Callable[[], float] = staticmethod(lambda: 1.0)
+    epoch: int = 0
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    @property
+    def keeps_a_rest(self) -> bool:
+        """Whether not all of a gradient is sent: what was averaged before must not be again."""
+        return False
+
+    @property
+    def needs_whole_gradient(self) -> bool:
+        """Whether nothing can be started before backward has ended and `prepare` was called."""
+        return False
+
+    def compresses(self, parameter: Tensor) -> bool:
+        """Whether the gradient of `parameter` may travel other than exactly."""
+        return False
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Be ready for these, in the place of those before; between two exchanges."""
+
+    def prepare(self, gradients: Iterable[Tensor]) -> None:
+        """See all that this rank is about to contribute."""
+
+    @abstractmethod
+    def start(self, bucket: Bucket, *, key: str, density: float | None = None) -> Exchange:
+        """Start to replace the content of `bucket` by its mean over the ranks.
+
+        Args:
+            bucket: packed; its first `body_numel` numbers may be compressed.
+            key: names the exchange.
+            density: what the plan chose for this bucket: 1.0 for whole; None where the choice is
+                the exchanger's.
+        """
+
+    def conclude(self, others: Iterable[Tensor] = ()) -> None:
+        """End a step whose exchanges are all finished; the same on all ranks.
+
+        Args:
+            others: averages of this step that were exchanged elsewhere, of any shapes.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: what was left behind, by parameter name."""
+        return {}
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take up the state of a run of `len(states)` ranks; the mean over ranks is kept."""
+
+
+class DenseExchanger(Exchanger):
+    """All-reduces every element, in the bucket's own dtype or in a narrower one.
 
     Args:
         transport: carries the messages.
-        compressor: a wire format in which sums can be made, or None.
+        cast: the wire format, or None.
     """
 
-    def __init__(self, transport: Transport, compressor: Compressor | None = None) -> None:
-        self.transport = transport
-        self.compressor = compressor
+    def __init__(self, transport: Transport, cast: Cast | None = None) -> None:
+        super().__init__(transport)
+        self._cast = cast
 
-    def start(self, bucket: Bucket, *, key: str) -> Exchange:
-        """Start to replace the content of `bucket` by its mean over the ranks."""
-        bucket.buffer.mul_(1.0 / self.transport.world_size)
-        wire = bucket.buffer if self.compressor is None else self.compressor.encode(bucket.buffer)
-        return _DenseExchange(self, bucket, wire, self.transport.all_reduce(wire, key=key))
+    def start(self, bucket: Bucket, *, key: str, density: float | None = None) -> Exchange:
+        buffer = bucket.buffer
+        buffer.mul_(1.0 / self.transport.world_size)
+        wire = buffer if self._cast is None else self._cast.narrowed(buffer)
+        return _DenseExchange(buffer, wire, self.transport.all_reduce(wire, key=key))
 
 
 class _DenseExchange:
-    def __init__(
-        self, exchanger: DenseExchanger, bucket: Bucket, wire: Tensor, pending: Pending
-    ) -> None:
-        self._exchanger = exchanger
-        self._bucket = bucket
+    def __init__(self, buffer: Tensor, wire: Tensor, pending: Pending) -> None:
+        self._buffer = buffer
         self._wire = wire
         self._pending = pending
 
     def finish(self) -> None:
         self._pending.wait()
-        if self._exchanger.compressor is not None:
-            self._exchanger.compressor.decode(self._wire, self._bucket.buffer)
+        if self._wire is not self._buffer:
+            self._buffer.copy_(self._wire)
+
+
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether no number in `tensors` is infinite or NaN. Waits for the device."""
+    # least and greatest pass on NaN, and take one pass without a temporary
+    numbers = [n for n in map(_stored, tensors) if n.numel()]
+    extremes = [extreme for n in numbers for extreme in torch.aminmax(n)]
+    return all(math.isfinite(extreme) for extreme in extremes)
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return torch.view_as_real(values) if values.is_complex() else values

@@ -12,6 +12,9 @@ from lightning_mgwfbp.exchange.transport import Pending
 
 T = TypeVar("T")
 
+# torch 2.13 deprecates the name that older ones know
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 class TorchTransport:
     """Gloo, NCCL or MPI, over the ranks of `process_group` (default: all ranks, on a group of
@@ -48,6 +51,9 @@ class TorchTransport:
 
     def all_reduce(self, buffer: Tensor, *, key: str) -> Pending:
         return dist.all_reduce(buffer, group=self._group, async_op=True)
+
+    def all_gather(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
+        return _all_gather_single(output.view(-1), buffer, group=self._group, async_op=True)
 
     def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:
         return dist.broadcast(buffer, self._global(root), group=self._group, async_op=True)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -36,6 +37,9 @@ class Transport(Protocol):
 
     def all_reduce(self, buffer: Tensor, *, key: str) -> Pending:
         """Start to replace `buffer`, of any shape, by its sum over all ranks."""
+
+    def all_gather(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
+        """Start to fill `output`, (world_size, numel), with every rank's `buffer`, (numel,)."""
 
     def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:
         """Start to replace `buffer`, of any shape, by rank `root`'s."""
@@ -108,6 +112,13 @@ class LoopbackTransport:
 
         result = self._hub.meet(self.rank, key, buffer, total)
         buffer.copy_(result)
+        return _Done()
+
+    def all_gather(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
+        def gather(parts: list[Tensor]) -> Tensor:
+            return torch.stack(parts)
+
+        output.copy_(self._hub.meet(self.rank, key, buffer, gather))
         return _Done()
 
     def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:

@@ -13,12 +13,16 @@ import ctypes
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from lightning_mgwfbp.exchange.transport import Transport
+from lightning_mgwfbp.exchange.transport import Pending, Transport
+
+Start = Callable[[Tensor, str], Pending]  # a message and its key
 
 _SMALLEST_NBYTES = 8
 _MOST_IN_FLIGHT = 4
@@ -52,6 +56,55 @@ def time_all_reduce(
     Returns:
         (nbytes, seconds) pairs by size, at least two, the same on all ranks.
     """
+    return _time_sizes(
+        transport,
+        partial(_all_reduce, transport),
+        largest_nbytes,
+        dtype,
+        device,
+        budget_seconds,
+        beside_computation,
+    )
+
+
+def time_all_gather(
+    transport: Transport,
+    *,
+    largest_nbytes: int,
+    device: torch.device | str = "cpu",
+    budget_seconds: float = 3.0,
+    beside_computation: bool = False,
+) -> list[tuple[float, float]]:
+    """Time all-gathers of bytes, by what each rank sends; otherwise as `time_all_reduce`."""
+    return _time_sizes(
+        transport,
+        partial(_all_gather, transport),
+        largest_nbytes,
+        torch.uint8,
+        device,
+        budget_seconds,
+        beside_computation,
+    )
+
+
+def _all_reduce(transport: Transport, message: Tensor, key: str) -> Pending:
+    return transport.all_reduce(message, key=key)
+
+
+def _all_gather(transport: Transport, message: Tensor, key: str) -> Pending:
+    output = message.new_empty((transport.world_size, message.numel()))
+    return transport.all_gather(output, message, key=key)
+
+
+def _time_sizes(
+    transport: Transport,
+    start: Start,
+    largest_nbytes: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    budget_seconds: float,
+    beside_computation: bool,
+) -> list[tuple[float, float]]:
     _return_free_memory()
     largest = max(largest_nbytes // dtype.itemsize, 64)
     buffer = torch.zeros(largest, dtype=dtype, device=device)
@@ -60,13 +113,17 @@ def time_all_reduce(
         sizes.append(sizes[-1] * _GROWTH)
     sizes.append(largest)
     with _computation() if beside_computation else nullcontext():
-        return _time_sizes(transport, buffer, sizes, budget_seconds)
+        return _time_each(transport, start, buffer, sizes, budget_seconds)
 
 
-def _time_sizes(
-    transport: Transport, buffer: torch.Tensor, sizes: Sequence[int], budget_seconds: float
+def _time_each(
+    transport: Transport,
+    start: Start,
+    buffer: Tensor,
+    sizes: Sequence[int],
+    budget_seconds: float,
 ) -> list[tuple[float, float]]:
-    _time_once(transport, buffer, sizes[0])  # the first collective opens connections
+    _time_once(transport, start, buffer, sizes[0])  # the first collective opens connections
     samples: list[tuple[float, float]] = []
     spent, last = 0.0, 0.0
     for numel in sizes:
@@ -74,7 +131,7 @@ def _time_sizes(
         if len(samples) >= 2 and spent + last * _GROWTH * _FEWEST_REPEATS > budget_seconds:
             break
         repeats = _MOST_REPEATS if last < _QUICK_SECONDS else _FEWEST_REPEATS
-        mine = [_time_once(transport, buffer, numel) for _ in range(repeats)]
+        mine = [_time_once(transport, start, buffer, numel) for _ in range(repeats)]
         everyone = transport.all_gather_object(mine, key="slowest")
         slowest = [max(times) for times in zip(*everyone, strict=True)]
         last = statistics.median(slowest)
@@ -109,18 +166,18 @@ def _return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _in_flight(buffer: torch.Tensor, numel: int) -> int:
+def _in_flight(buffer: Tensor, numel: int) -> int:
     return max(1, min(_MOST_IN_FLIGHT, buffer.numel() // numel))
 
 
-def _time_once(transport: Transport, buffer: torch.Tensor, numel: int) -> float:
+def _time_once(transport: Transport, start: Start, buffer: Tensor, numel: int) -> float:
     """Seconds for as many messages of `numel` as are in flight together."""
     messages = buffer[: numel * _in_flight(buffer, numel)].split(numel)
     transport.all_reduce(buffer[:1], key="start together").wait()
     if buffer.is_cuda:
         torch.cuda.synchronize(buffer.device)
     begin = time.perf_counter()
-    pending = [transport.all_reduce(m, key=f"time {numel} {i}") for i, m in enumerate(messages)]
+    pending = [start(m, f"time {numel} {i}") for i, m in enumerate(messages)]
     for p in pending:
         p.wait()
     if buffer.is_cuda:

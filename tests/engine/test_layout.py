@@ -1,5 +1,7 @@
 """A failure here is a parameter in no bucket, in two, or in one of another dtype."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_examples import plan_of
@@ -77,3 +79,43 @@ def test_a_plan_from_the_examples_is_laid_out_whole() -> None:
     layout = Layout(plan_of(module, 1, 2, 1), names, given)
     assert layout.members == [[3], [2, 1], [0]]
     assert layout.unplanned == []
+
+
+def test_what_may_be_compressed_comes_first() -> None:
+    """A compressor is given a bias, or gradients are handed to the wrong parameters."""
+    given = [nn.Parameter(torch.zeros(n)) for n in (2, 9, 3, 8)]
+    plan = MergePlan(tuple("dcba"), ((0, 3), (3, 4)))
+    layout = Layout(plan, list("abcd"), given, compresses=lambda p: p.numel() > 4)
+    assert layout.members == [[3, 1, 2], [0]]  # d, b, then c; a
+    assert [b.compressed for b in layout.buckets] == [2, 0]
+    assert [b.body_numel for b in layout.buckets] == [17, 0]
+    assert [b.names for b in layout.buckets] == [("d", "b", "c"), ("a",)]
+    assert layout.descriptions[0] == "merge group 0 of 2 (d to b)"  # as the plan has it
+    assert layout.bucket_of == [1, 0, 0, 0]
+
+
+def test_the_plans_densities_are_the_buckets() -> None:
+    """A group's density goes to another one where a group is several buckets."""
+    given = parameters(FLOAT, HALF, FLOAT, FLOAT)
+    plan = MergePlan(tuple("abcd"), ((0, 3), (3, 4)), densities=(0.5, None))
+    assert Layout(plan, list("abcd"), given).densities == [0.5, 0.5, None]
+    plan = MergePlan(tuple("abcd"), ((0, 3), (3, 4)))
+    assert Layout(plan, list("abcd"), given).densities == [None] * 3
+
+
+def test_of_sparse_gradients_only_the_flag_is_carried() -> None:
+    """Zeros for a whole embedding travel in each message."""
+    given = [nn.Parameter(torch.zeros(shape)) for shape in ((50, 4), (3,))]
+    layout = Layout(MergePlan(("a", "b"), ((0, 2),)), ["a", "b"], given, lambda p: True, {0})
+    (bucket,) = layout.buckets
+    assert layout.members == [[1, 0]]
+    assert (bucket.compressed, bucket.body_numel) == (1, 3)
+    assert (bucket.data.numel(), bucket.tail.numel()) == (3, 3)
+
+
+def test_an_adapted_plan_keeps_densities_of_groups_that_stay() -> None:
+    """Densities move on to the next group when one has left."""
+    plan = replace(PLAN, densities=(0.1, 0.2, 1.0))
+    adapted = adapted_plan(plan, list("abcdefg"), parameters(*[FLOAT] * 7), set("acef"))
+    assert ["".join(adapted.names[a:b]) for a, b in adapted.groups] == ["fe", "c", "a"]
+    assert adapted.densities == (0.1, 1.0, None)

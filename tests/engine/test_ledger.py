@@ -1,6 +1,5 @@
 """A failure here is a gradient taken for new that is an average, or the other way round."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -10,9 +9,9 @@ from lightning_mgwfbp.engine.ledger import GradientLedger
 class Book:
     """One parameter and its ledger."""
 
-    def __init__(self) -> None:
+    def __init__(self, sets_aside: bool = False) -> None:
         self.parameter = nn.Parameter(torch.zeros(1))
-        self.ledger = GradientLedger(["weight"], [self.parameter])
+        self.ledger = GradientLedger([self.parameter], sets_aside=sets_aside)
 
     def accumulate(self, value: float) -> None:
         """What autograd and the hook behind it do."""
@@ -92,10 +91,100 @@ def test_zero_grad_forgets_the_average() -> None:
     assert book.grad == 1
 
 
-def test_a_sparse_gradient_is_refused() -> None:
-    """A sparse gradient crashes further down, without a name."""
-    book = Book()
-    book.parameter.grad = torch.ones(1).to_sparse()
-    book.ledger.is_new[0] = True
-    with pytest.raises(TypeError, match=r"'weight' is sparse.*sparse=False"):
+class AsideBook(Book):
+    """The same where averages are set aside; `accumulate` runs the hook before it, too."""
+
+    def __init__(self) -> None:
+        super().__init__(sets_aside=True)
+
+    def accumulate(self, value: float) -> None:
+        self.ledger.set_aside(0)
+        super().accumulate(value)
+
+    def exchange(self, average: float | None) -> float | None:
+        """Return what was sent."""
+        sent = number(self.ledger.take(0))
+        self.ledger.put(0, None if average is None else torch.tensor([average]))
+        return sent
+
+
+def test_averages_are_set_aside() -> None:
+    """A rest is kept of what was averaged before, or the average is lost."""
+    book = AsideBook()
+    book.accumulate(1.0)
+    assert book.exchange(5.0) == 1
+    book.accumulate(2.0)
+    book.accumulate(0.5)  # a micro-batch under no_sync
+    assert book.grad == 2.5
+    assert book.exchange(7.0) == 2.5
+    assert (book.grad, book.ledger.is_new[0]) == (12, False)
+
+
+def test_what_was_set_aside_comes_back() -> None:
+    """A rank that has nothing new loses its average, or sends it."""
+    book = AsideBook()
+    book.accumulate(1.0)
+    book.exchange(5.0)
+    assert book.exchange(None) is None  # used nowhere
+    assert book.grad == 5
+    assert book.exchange(2.0) is None  # used on another rank
+    assert book.grad == 7
+    assert book.ledger.take(0) is None
+    assert book.grad is None
+
+
+def test_what_was_cleared_does_not_come_back() -> None:
+    """zero_grad, before the backward or before the exchange, has no effect."""
+    book = AsideBook()
+    book.accumulate(1.0)
+    book.exchange(5.0)
+    book.parameter.grad = None
+    book.accumulate(2.0)
+    book.exchange(3.0)
+    assert book.grad == 3
+    book.accumulate(1.0)
+    book.parameter.grad = None  # what was new, with the average that is set aside
+    assert book.exchange(None) is None
+    assert book.grad is None
+    book.accumulate(1.0)
+    book.parameter.grad = None
+    book.accumulate(4.0)
+    assert book.exchange(2.0) == 4
+    assert book.grad == 2
+    assert book.parameter.grad is not None
+    book.parameter.grad.zero_()
+    book.accumulate(1.0)
+    book.exchange(6.0)
+    assert book.grad == 6
+
+
+def test_late_parts_leave_the_average_aside() -> None:
+    """A parameter that fires on its way loses the average, or takes the late part for it."""
+    book = AsideBook()
+    for fired_before in (True, False):
+        book.parameter.grad = None
+        book.accumulate(1.0)
+        book.exchange(5.0)
+        if fired_before:
+            book.accumulate(2.0)
+        assert number(book.ledger.take(0)) == (2 if fired_before else None)
+        book.accumulate(0.25)
+        book.accumulate(0.25)
+        assert number(book.ledger.put(0, torch.tensor([3.0]))) == 0.5
+        assert book.grad == 8
+        book.ledger.add(0, torch.tensor([0.125]))
+        assert (book.grad, book.ledger.is_new[0]) == (8.125, False)
+
+
+def test_sparse_and_strided_averages_are_added() -> None:
+    """A sparse average cannot be the left side of a sum with a strided one."""
+    one = torch.ones(1)
+    for aside, average in ((one, one.to_sparse()), (one.to_sparse(), one.to_sparse()), (one, one)):
+        book = AsideBook()
+        book.parameter.grad = aside.clone()
+        book.ledger.set_aside(0)
+        book.parameter.grad, book.ledger.is_new[0] = average.clone(), True
         book.ledger.take(0)
+        book.ledger.put(0, average.clone())
+        assert book.parameter.grad is not None
+        assert book.parameter.grad.to_dense().item() == 2

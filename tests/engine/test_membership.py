@@ -1,5 +1,6 @@
 """A failure here is a parameter that takes part in the exchange without being asked, or not."""
 
+import torch
 from engine_examples import Layers, backward, data_of
 from torch import Tensor, nn
 
@@ -92,3 +93,54 @@ def test_another_set_of_frozen_parameters_counts_anew() -> None:
         freeze(exchanged.model.layers[1], turn % 2 == 1)
         assert not exchanged.membership.changed()
     assert exchanged.membership.staying() == [0, 1, 2, 3]
+
+
+class Asked(Exchanged):
+    """The same, with a call before each accumulation: `grad` is then what it was before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.membership.close()
+        self.before: list[tuple[int, bool]] = []
+        self.membership = Membership(self.parameters, self.on_gradient, self.before_gradient)
+        self.membership.adopt(Layout(MergePlan(NAMES[:4], ((0, 4),)), NAMES, self.parameters))
+
+    def before_gradient(self, i: int) -> None:
+        assert i not in self.fired
+        self.before.append((i, self.parameters[i].grad is None))
+
+
+def test_each_accumulation_is_announced() -> None:
+    """An average is added to before it could be set aside, or after a regrouping twice."""
+    exchanged = Asked()
+    for is_first in (True, False):
+        assert exchanged.backward() == [0, 1, 2, 3]
+        assert sorted(exchanged.before) == [(i, is_first) for i in range(4)]
+        exchanged.before.clear()
+        exchanged.membership.adopt(
+            Layout(MergePlan(NAMES[:4], ((0, 2), (2, 4))), NAMES, exchanged.parameters)
+        )
+    exchanged.membership.close()
+    assert exchanged.backward() == []
+    assert exchanged.before == []
+
+
+def test_gradients_that_are_not_accumulated_are_not_announced() -> None:
+    """torch.autograd.grad (a gradient penalty) sets averages aside that nobody adds to."""
+    exchanged = Asked()
+    loss = exchanged.model(data_of(0), (0, 1))
+    torch.autograd.grad(loss, exchanged.parameters[:4])
+    assert exchanged.before == []
+
+
+def test_who_is_unfrozen_is_announced() -> None:
+    """A parameter that was frozen at first, or for a while, adds to its average unseen."""
+    exchanged = Asked()
+    exchanged.membership.adopt(Layout(MergePlan(NAMES, ((0, 6),)), NAMES, exchanged.parameters))
+    exchanged.model.layers[2].requires_grad_(True)
+    exchanged.membership.hook_unfrozen()
+    for frozen in (True, False):
+        freeze(exchanged.model.layers[0], frozen)
+        exchanged.backward()
+        assert {i for i, _ in exchanged.before} == ({2, 3, 4, 5} if frozen else set(range(6)))
+        exchanged.before.clear()

@@ -1,12 +1,9 @@
 """A failure here is an error of the reducer that comes too late, or does not say what and where."""
 
 import pytest
-import torch
 from engine_examples import Layers, backward, data_of, plan_of, reducer_of
 from torch import Tensor, nn
 
-from lightning_mgwfbp.engine.reducer import Reducer
-from lightning_mgwfbp.exchange.exchangers import DenseExchanger
 from lightning_mgwfbp.exchange.transport import LoopbackTransport, Pending
 from lightning_mgwfbp.plan import MergePlan
 
@@ -54,12 +51,3 @@ def test_a_plan_for_other_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layers\.0\.weight"):
         reducer.install(foreign)
     assert reducer.plan.names == plan_of(model, 6).names
-
-
-def test_a_sparse_gradient_is_refused_by_name() -> None:
-    """A sparse gradient crashes inside a copy, or is exchanged as if dense."""
-    model = nn.Embedding(4, 2, sparse=True)
-    reducer = Reducer(model.named_parameters(), DenseExchanger(LoopbackTransport.solo()))
-    model(torch.tensor([1])).sum().backward()
-    with pytest.raises(TypeError, match="'weight' is sparse"):
-        reducer.synchronize()

@@ -6,16 +6,21 @@ from loopback import on_ranks, record_keys
 from torch import nn
 
 from lightning_mgwfbp.engine import tuner
-from lightning_mgwfbp.exchange.compressors import Cast
+from lightning_mgwfbp.exchange.compressors import Cast, Compressor, Quantize8, RandomK, TopK
+from lightning_mgwfbp.exchange.power_sgd import PowerSGD
 from lightning_mgwfbp.exchange.transport import LoopbackTransport
 from lightning_mgwfbp.plan import (
     AlphaBeta,
+    CheaperCost,
     DenseCost,
     LayerProfile,
     MergePlan,
     ModelProfile,
     Optimal,
+    SortSelection,
+    SparseCost,
     Threshold,
+    resolve_planner,
 )
 
 PARAMETERS = {name: nn.Parameter(torch.zeros(n)) for n, name in enumerate("abcd", start=1)}
@@ -116,13 +121,14 @@ def test_the_link_is_timed_up_to_the_largest_group() -> None:
     assert ours[1] == (300 + 2 * 50) * 2
 
 
-def test_dense_cost_is_in_the_wire_format() -> None:
+def test_exchange_cost_is_in_the_wire_format() -> None:
     """Compressed training is planned as if it were not."""
     layer = LayerProfile("weight", 1000, "float32", 0.0)
     profile = ModelProfile("net", (layer,), 0.0)
     link = AlphaBeta(0.0, 1.0)
     for compressor, nbytes in ((None, 4000), (Cast("bfloat16"), 2000)):
-        cost = tuner.dense_cost(link, compressor)
+        carried = [torch.empty(1000)]
+        cost = tuner.exchange_cost(LoopbackTransport.solo(), carried, compressor, link, 1.0)
         assert float(cost.communicate(cost.sizes(profile)[0])) == nbytes
 
 
@@ -133,3 +139,102 @@ def test_agree_on_plan_keeps_the_planners_name() -> None:
         LoopbackTransport.solo(), profile, Threshold(), DenseCost(AlphaBeta(0.0, 0.0))
     )
     assert plan.planner == "threshold"
+
+
+LARGE = LayerProfile("large", 100_000, "float32", 1.0)
+SMALL = LayerProfile("small", 10, "float32", 1.0)
+BOTH = ModelProfile("net", (LARGE, SMALL), 0.0)
+
+
+def carried_by(profile: ModelProfile) -> list[torch.Tensor]:
+    return [torch.empty(layer.numel) for layer in profile.layers]
+
+
+@pytest.mark.parametrize("compressor", [TopK(0.01), RandomK(0.01), Quantize8()], ids=repr)
+def test_a_compressor_is_costed_as_measured(compressor: Compressor) -> None:
+    """Plans take no account of what is compressed, of small parameters, or of selection."""
+
+    def measure(transport: LoopbackTransport) -> tuple[CheaperCost, list[str]]:
+        keys = record_keys(transport)
+        carried = carried_by(BOTH)
+        cost = tuner.exchange_cost(transport, carried, compressor, AlphaBeta(0.5, 1.0), 0.0)
+        assert isinstance(cost, CheaperCost)
+        return cost, keys
+
+    (ours, _), (theirs, _) = on_ranks(measure)
+    for cost in (ours, theirs):
+        large, small = cost.sparse.sizes(BOTH)
+        nbytes = float(compressor.wire_nbytes(LARGE.numel, 4, compressor.settled_density))
+        link = cost.sparse.link
+        assert float(cost.sparse.communicate(large)) == pytest.approx(float(link(nbytes)))
+        assert float(cost.sparse.communicate(small)) == pytest.approx(float(link(SMALL.nbytes)))
+        assert float(cost.sparse.select(large)) > 0
+        assert float(cost.sparse.select(small)) == 0
+        assert float(cost.dense.communicate(cost.dense.sizes(BOTH)[0])) == 0.5 + LARGE.nbytes
+        # an all-gather has a link of its own; what is all-reduced has the one that was measured
+        assert (link == AlphaBeta(0.5, 1.0)) == (compressor.collective == "all_reduce")
+        assert link == ours.sparse.link
+        assert float(cost.sparse.select(large)) == float(ours.sparse.select(large))
+
+
+def test_low_rank_is_costed_without_measuring() -> None:
+    """PowerSGD is planned as if all travelled, or as one message."""
+    layer = LayerProfile("matrix", 10_000, "float32", 0.0, (100, 100))
+    profile = ModelProfile("net", (layer,), 0.0)
+    solo = LoopbackTransport.solo()
+    keys = record_keys(solo)
+    cost = tuner.exchange_cost(
+        solo, carried_by(profile), PowerSGD(rank=2), AlphaBeta(3.0, 1.0), 0.0
+    )
+    assert float(cost.communicate(cost.sizes(profile)[0])) == 2 * 3.0 + 4 * 2 * 200
+    assert keys == []
+
+
+def compressed_cost(compressor: Compressor, seconds_per_byte: float) -> CheaperCost:
+    """On a link whose start-up is 1 s; selection costs nothing."""
+    sparse = SparseCost(
+        AlphaBeta(1.0, seconds_per_byte),
+        SortSelection(0.0),
+        tuner.WireNbytes(compressor, compressor.settled_density),
+    )
+    return CheaperCost(DenseCost(AlphaBeta(1.0, seconds_per_byte)), sparse)
+
+
+LAYERS = tuple(LayerProfile(n, 1000, "float32", 5.0) for n in "abcd")
+
+
+def agreed(compressor: Compressor, seconds_per_byte: float) -> list[MergePlan]:
+    profile = ModelProfile("net", LAYERS, 0.0)
+    cost = compressed_cost(compressor, seconds_per_byte)
+    wfbp = resolve_planner("wfbp")
+    assert not isinstance(wfbp, str)
+    return on_ranks(lambda t: tuner.agree_on_plan(t, profile, wfbp, cost))
+
+
+def test_the_plan_says_which_groups_go_whole() -> None:
+    """What is cheaper whole is compressed, or the other way round; each rank for itself."""
+    assert [p.densities for p in agreed(TopK(0.01), 1.0)] == [()] * 2
+    assert [p.densities for p in agreed(TopK(0.9), 1.0)] == [(1.0,) * 4] * 2  # more than it is
+
+
+def test_an_automatic_density_hides() -> None:
+    """A density of "auto" stays at its floor, or takes time."""
+    ours, theirs = agreed(TopK("auto", density_floor=0.01), 1e-3)
+    assert ours == theirs
+    *hidden, last = ours.densities
+    # 4 s are left for 1000 elements of 8 bytes at 1e-3 s: half of them; whole they take 4 s, too
+    assert hidden == [1.0] * 3
+    assert last == 0.01
+    ours, _ = agreed(TopK("auto", density_floor=0.01), 2e-3)
+    assert ours.densities[:3] == pytest.approx((0.25,) * 3, rel=2e-3)
+    ours, _ = agreed(TopK(0.01), 2e-3)
+    assert ours.densities == ()
+
+
+def test_after_backward() -> None:
+    """A method that needs the whole gradient is promised overlap."""
+    profile = tuner.after_backward(ModelProfile("net", LAYERS, 2.0))
+    assert profile.ready_seconds.tolist() == [20.0] * 4
+    assert profile.backward_seconds == 20.0
+    assert profile.forward_seconds == 2.0
+    assert profile.names == tuple("abcd")

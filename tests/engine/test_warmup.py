@@ -7,6 +7,7 @@ import pytest
 from engine_examples import Layers, data_of, plan_of, reducer_of
 from loopback import on_ranks
 
+from lightning_mgwfbp.engine import tuner
 from lightning_mgwfbp.engine.options import Options
 from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.engine.warmup import Tuned, WarmUp
@@ -228,3 +229,47 @@ def test_a_saved_plan_is_only_adapted_when_parameters_join() -> None:
     training = alone(planner=MergePlan(NAMES[:1:-1], ((0, 1), (1, 4))), warmup_steps=1, frozen=True)
     unfreeze(training)
     assert training.reducer.plan.names == NAMES[:1:-1] + NAMES[1::-1]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_resumed_plan_spares_the_warm_up(begun: bool) -> None:
+    """A resumed run measures anew, and goes on by another plan than it was stopped with."""
+    plan = plan_of(Layers(), 1, 4, 1)
+    training = alone(warmup_steps=2, replan_every_n_steps=3)
+    training.warmup.start()
+    if begun:
+        training.step(9)
+    training.warmup.resume(plan)
+    assert training.reducer.plan == plan
+    assert not training.warmup.running
+    assert training.profiling_hooks == 0
+    # three steps by that plan, then two that are watched
+    assert [t is not None for t in training.steps(5)] == [False] * 4 + [True]
+
+
+def test_what_is_no_plan_for_this_run_is_not_resumed() -> None:
+    """The plan of a checkpoint replaces the user's, or is taken for a model it does not fit."""
+    given, saved = plan_of(Layers(), 6), plan_of(Layers(), 1, 4, 1)
+    for options in ({"planner": given}, {"profile": measured_profile()}):
+        training = alone(**options)
+        training.warmup.start()
+        before = training.reducer.plan
+        training.warmup.resume(saved)
+        assert training.reducer.plan == before
+    training = alone()
+    training.warmup.start()
+    for plan in (None, MergePlan(NAMES[1:], ((0, 5),))):
+        training.warmup.resume(plan)
+        assert training.warmup.running
+
+
+def test_a_compressor_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each new plan times link and compressor again, seconds each time."""
+    timed = []
+    exchange_cost = tuner.exchange_cost
+    monkeypatch.setattr(tuner, "exchange_cost", lambda *a: timed.append(1) or exchange_cost(*a))
+    training = alone(warmup_steps=1, replan_every_n_steps=1, compressor="topk")
+    training.warmup.start()
+    plans = [t for t in training.steps(5) if t is not None]
+    assert len(plans) >= 2
+    assert len(timed) == 1

@@ -41,7 +41,7 @@ def test_every_rank_gets_the_mean(world_size: int, compressor: Cast | None) -> N
     given = random_gradients(world_size)
     buckets = on_ranks(exchange, given, compressor, world_size=world_size)
     averages = [bucket.gradients() for bucket in buckets]
-    eps = 2.0**-22 if compressor is None else torch.finfo(compressor.wire_dtype).eps
+    eps = 2.0**-22 if compressor is None else torch.finfo(compressor.wire_dtype(torch.float32)).eps
     for i in range(2):
         stacked = torch.stack([rank[i] for rank in given])  # type: ignore[misc]
         bound = world_size * eps * stacked.abs().mean(0)  # each of P roundings of partial sums

@@ -54,6 +54,26 @@ def test_all_reduce_sums_in_place(run: Run) -> None:
     assert run(sums) == [[0, *expected], [1, *expected]]
 
 
+def gathers(transport: Transport) -> list[torch.Tensor]:
+    received = []
+    pending = []
+    for dtype in (torch.float32, torch.uint8, torch.int64):
+        mine = torch.arange(3, dtype=dtype) + 10 * transport.rank
+        received.append(torch.empty((transport.world_size, 3), dtype=dtype))
+        pending.append(transport.all_gather(received[-1], mine, key=f"gather {dtype}"))
+    for p in pending:
+        p.wait()
+    return received
+
+
+@over_each
+def test_all_gather_keeps_the_order_of_ranks(run: Run) -> None:
+    """Rows in another order, of another dtype, or of this rank only."""
+    for received in run(gathers):
+        for rows in received:
+            assert rows.tolist() == [[0, 1, 2], [10, 11, 12]]
+
+
 def copies(transport: Transport) -> list[torch.Tensor]:
     received = []
     for root in range(transport.world_size):

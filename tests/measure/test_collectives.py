@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_mgwfbp.exchange.transport import LoopbackTransport, Pending
 from lightning_mgwfbp.measure import collectives
-from lightning_mgwfbp.measure.collectives import time_all_reduce
+from lightning_mgwfbp.measure.collectives import time_all_gather, time_all_reduce
 
 Samples = list[tuple[float, float]]
 
@@ -27,6 +27,7 @@ class Link(LoopbackTransport):
         self.in_flight = 0
         self.most_in_flight = 0
         self.messages: list[Tensor] = []
+        self.gathered: list[Tensor] = []
 
     def all_reduce(self, buffer: Tensor, *, key: str) -> Pending:
         self.messages.append(buffer)
@@ -34,6 +35,12 @@ class Link(LoopbackTransport):
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         return SimpleNamespace(wait=self._wait)
+
+    def all_gather(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
+        assert output.shape == (self.world_size, buffer.numel())
+        pending = self.all_reduce(buffer, key=key)
+        self.gathered.append(buffer)
+        return pending
 
     def _wait(self) -> None:
         self.in_flight -= 1
@@ -100,3 +107,25 @@ def test_all_ranks_hear_of_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for samples in on_ranks(measure):
         assert samples == [(8, 3.0), (32, 3.0), (128, 3.0), (300, 3.0)]
+
+
+@pytest.mark.parametrize("largest", [1, 8, 1000, 100_000])
+def test_all_gathers_are_timed_by_what_a_rank_sends(link: Link, largest: int) -> None:
+    """Another collective is timed, or sizes are those of what all ranks send."""
+    link.world_size = 4
+    samples = time_all_gather(link, largest_nbytes=largest, budget_seconds=1e9)
+    sizes = [size for size, _ in samples]
+    assert sizes[0] == 8
+    assert sizes[-1] == max(largest, 64)
+    assert {m.numel() for m in link.gathered} == set(sizes)
+    assert {m.dtype for m in link.messages} == {torch.uint8}
+    assert link.most_in_flight == min(4, max(largest, 64) // 8)
+    assert [t for _, t in samples] == pytest.approx([2e-3 + 1e-6 * size for size in sizes])
+
+
+def test_all_gathers_on_ranks_that_meet() -> None:
+    """Ranks time different messages, or fit different links."""
+    ours, theirs = on_ranks(lambda t: time_all_gather(t, largest_nbytes=1000))
+    assert ours == theirs
+    assert [size for size, _ in ours] == [8, 32, 128, 512, 1000]
+    assert all(seconds > 0 for _, seconds in ours)

@@ -1,0 +1,179 @@
+"""`CompressedExchanger`: sends what a compressor makes of a bucket, and keeps the rest.
+
+One message for each bucket carries the wire form of what may be compressed, the other gradients
+exactly, and the tail. Where that would be no smaller than an all-reduce of everything (the early
+part of a density schedule; many ranks), everything travels, rests included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mgwfbp.exchange import messages
+from lightning_mgwfbp.exchange.buckets import Bucket
+from lightning_mgwfbp.exchange.compressors.base import Compressor, Moment
+from lightning_mgwfbp.exchange.error_feedback import ErrorFeedback, own_or_folded
+from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchange, Exchanger, all_finite
+from lightning_mgwfbp.exchange.transport import Pending, Transport
+
+
+class CompressedExchanger(Exchanger):
+    """Averages what the ranks' compressors send.
+
+    Args:
+        transport: carries the messages.
+        compressor: one with error feedback.
+    """
+
+    keeps_a_rest = True
+
+    def __init__(self, transport: Transport, compressor: Compressor) -> None:
+        super().__init__(transport)
+        self.compressor = compressor
+        self._feedback = ErrorFeedback(compressor.momentum_correction)
+        self._dense = DenseExchanger(transport)
+        self._step = 0
+        self._begin()
+
+    @property
+    def needs_whole_gradient(self) -> bool:
+        return self.compressor.local_clip_norm is not None
+
+    def compresses(self, parameter: Tensor) -> bool:
+        return parameter.numel() >= max(1, self.compressor.dense_below_numel)
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        self._feedback.adopt(buckets)
+
+    def prepare(self, gradients: Iterable[Tensor]) -> None:
+        """Clip the whole local gradient's norm to `local_clip_norm` * sqrt(1/P), before anything
+        is accumulated (Deep Gradient Compression, section 3.2)."""
+        limit = self.compressor.local_clip_norm
+        norms = [torch.linalg.vector_norm(g, dtype=_wide(g.dtype)).cpu() for g in gradients]
+        if limit is not None and norms:
+            norm = float(torch.linalg.vector_norm(torch.stack(norms))) / self._loss_scale()
+            share = limit / math.sqrt(self.transport.world_size)
+            self._clipping = share / norm if norm > share else 1.0
+
+    def start(self, bucket: Bucket, *, key: str, density: float | None = None) -> Exchange:
+        is_whole = density == 1.0  # the plan says so; a compressor's own need not mean that
+        if density is None:
+            density = self.compressor.density_at(self.epoch, self._step)
+        self._started.append(bucket)
+        memory = self._feedback.of(bucket)
+        factor = self._clipping / self._loss_scale()
+        if is_whole or self._saves_nothing(bucket, density):
+            if not memory.is_empty:
+                everything = memory.accumulate(factor)
+                torch.mul(everything, self._loss_scale(), out=bucket.data)
+                # zero but for what a narrow bucket rounds
+                everything.sub_(bucket.data, alpha=1 / self._loss_scale())
+                memory.settle()
+            elif self._clipping != 1.0:
+                bucket.data.mul_(self._clipping)
+            return self._dense.start(bucket, key=key)
+        accumulated = memory.accumulate(factor)
+        body, others = accumulated.tensor_split([bucket.body_numel])
+        moment = Moment(self._step, density)
+        wire = self.compressor.encode(body, moment)
+        parts = (torch.cat((others, bucket.tail)), *wire)
+        self.compressor.leave_rest(body, wire, moment)
+        others.zero_()
+        if memory.next_velocity is not None:
+            # momentum factor masking: what was sent must not go on as a velocity as well
+            self.compressor.leave_rest(memory.next_velocity[: body.numel()], wire, moment)
+        memory.settle()
+        return self._send(bucket, parts, moment, key)
+
+    def conclude(self, others: Iterable[Tensor] = ()) -> None:
+        self._feedback.conclude(all_finite(*(b.data for b in self._started), *others))
+        self._step += 1
+        self._begin()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, **self._feedback.state_dict()}
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        self._step = states[0].get("step", 0)  # of another method
+        rests = [{k: v for k, v in state.items() if k != "step"} for state in states]
+        self._feedback.load_state_dict(
+            own_or_folded(rests, self.transport.rank, self.transport.world_size)
+        )
+
+    def _begin(self) -> None:
+        self._started: list[Bucket] = []
+        self._scale: float | None = None
+        self._clipping = 1.0
+
+    def _loss_scale(self) -> float:
+        if self._scale is None:  # one for the whole step; on a GPU asking waits for the device
+            self._scale = self.gradient_scale()
+        return self._scale
+
+    def _saves_nothing(self, bucket: Bucket, density: float) -> bool:
+        """Whether an all-reduce of everything moves no more bytes than the wire form would."""
+        if bucket.body_numel == 0:
+            return True
+        itemsize = _wide(bucket.buffer.dtype).itemsize
+        wire = float(self.compressor.wire_nbytes(bucket.body_numel, itemsize, density))
+        dense = bucket.body_numel * bucket.buffer.itemsize
+        if self.compressor.collective == "all_reduce":
+            return wire >= dense
+        # a ring moves (P - 1) * wire for an all-gather, 2 * (P - 1) / P * dense for an all-reduce
+        return wire >= 2 / self.transport.world_size * dense
+
+    def _send(
+        self, bucket: Bucket, parts: tuple[Tensor, ...], moment: Moment, key: str
+    ) -> Exchange:
+        message = messages.join(parts)
+        world_size = self.transport.world_size
+        if self.compressor.collective == "all_reduce":
+            numbers = message.view(parts[0].dtype).mul_(1.0 / world_size)
+            pending = self.transport.all_reduce(numbers, key=key)
+            received, weight = message.unsqueeze(0), self._loss_scale()
+        else:
+            received = message.new_empty((world_size, message.numel()))
+            pending = self.transport.all_gather(received, message, key=key)
+            weight = self._loss_scale() / world_size
+        unpack = partial(self._unpack, bucket, received, parts, moment, weight)
+        return _CompressedExchange(pending, unpack)
+
+    def _unpack(
+        self,
+        bucket: Bucket,
+        received: Tensor,
+        like: tuple[Tensor, ...],
+        moment: Moment,
+        weight: float,
+    ) -> None:
+        """Fill the bucket with the sum of `weight` times every message, (messages, nbytes)."""
+        narrow = bucket.buffer
+        total = narrow.to(like[0].dtype).zero_()  # itself where it is as wide
+        body, exact = total.tensor_split([bucket.body_numel])
+        for message in received:
+            others, *wire = messages.take_apart(message, like)
+            self.compressor.decode(tuple(wire), body, moment, weight)
+            exact.add_(others, alpha=weight)
+        if total is not narrow:
+            narrow.copy_(total)
+
+
+class _CompressedExchange:
+    def __init__(self, pending: Pending, unpack: Callable[[], None]) -> None:
+        self._pending = pending
+        self._unpack = unpack
+
+    def finish(self) -> None:
+        self._pending.wait()
+        self._unpack()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of `dtype` are accumulated."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,17 @@
+"""Stateless compressors: what travels in the place of a merge group's gradients."""
+
+from lightning_mgwfbp.exchange.compressors.base import Compressor, Moment, Wire
+from lightning_mgwfbp.exchange.compressors.cast import Cast
+from lightning_mgwfbp.exchange.compressors.quantize8 import Quantize8
+from lightning_mgwfbp.exchange.compressors.random_k import RandomK
+from lightning_mgwfbp.exchange.compressors.top_k import TopK
+
+COMPRESSORS: dict[str, Compressor] = {
+    "fp16": Cast("float16"),
+    "bf16": Cast("bfloat16"),
+    "topk": TopK(),
+    "randomk": RandomK(0.01),
+    "int8": Quantize8(),
+}
+
+__all__ = ["COMPRESSORS", "Cast", "Compressor", "Moment", "Quantize8", "RandomK", "TopK", "Wire"]
