@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from lightning_mgwfbp import MergedOptimizer
+from lightning_mgwfbp import MergedOptimizer, PowerSGD, TopK
 
 
 @dataclass(frozen=True)
@@ -77,5 +77,8 @@ CONTENDERS = {
         Contender(
             "bf16", "the exact plan, bf16 wire", merged(planner="optimal", compressor="bf16")
         ),
+        Contender("topk", "1 % of the elements", merged(compressor=TopK(density=0.01))),
+        Contender("int8", "8-bit block floating point", merged(compressor="int8")),
+        Contender("powersgd", "factors of rank 4", merged(compressor=PowerSGD(rank=4))),
     )
 }
