@@ -22,10 +22,16 @@ class ExchangeState:
     Attributes:
         exchanger: what `Exchanger.state_dict` gave.
         plan: the plan in force, None before one was made.
+        rowwise: names of the parameters whose gradients are sparse.
     """
 
     exchanger: Mapping[str, Any]
     plan: MergePlan | None
+    rowwise: list[str]
+
+    @classmethod
+    def of(cls, reducer: Reducer, plan: MergePlan | None) -> ExchangeState:
+        return cls(reducer.exchanger.state_dict(), plan, reducer.rowwise)
 
     def gathered(self, transport: Transport) -> dict[str, Any] | None:
         """Return what `restore` takes, on rank 0; None elsewhere, or if nothing was left behind.
@@ -51,7 +57,11 @@ class ExchangeState:
                     rank[kind] = value
         if transport.rank != 0:
             return None
-        return {"exchanger": ranks, "plan": None if self.plan is None else self.plan.to_json()}
+        return {
+            "exchanger": ranks,
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "rowwise": self.rowwise,
+        }
 
 
 def restore(reducer: Reducer, saved: Mapping[str, Any]) -> MergePlan | None:
@@ -60,6 +70,7 @@ def restore(reducer: Reducer, saved: Mapping[str, Any]) -> MergePlan | None:
     Raises:
         ValueError: it was saved for another model.
     """
+    reducer.expect_rowwise(saved["rowwise"])
     reducer.exchanger.load_state_dict(saved["exchanger"])
     if saved["plan"] is None:
         return None

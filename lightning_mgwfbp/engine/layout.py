@@ -39,6 +39,8 @@ class Layout:
         members: indices into `parameters` for each bucket, (B,) of lists.
         descriptions: for each bucket which merge group it is (part) of, and what it carries, (B,).
         bucket_of: bucket of each parameter, (N,); -1 for one that is not in the plan.
+        carried: what each planned parameter puts into its bucket, by name, in the order of
+            registration: nothing where its gradients are sparse.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Layout:
         rowwise: Collection[int] = (),
     ) -> None:
         self.plan = plan
+        self.rowwise = frozenset(rowwise)
         index_of = {name: i for i, name in enumerate(names)}
         self.members: list[list[int]] = []
         self.buckets: list[Bucket] = []
@@ -80,6 +83,11 @@ class Layout:
             for i in part:
                 self.bucket_of[i] = bucket
         self.unplanned = [i for i, bucket in enumerate(self.bucket_of) if bucket < 0]
+        self.carried = {
+            name: _carried(parameters[i], i in rowwise)
+            for i, name in enumerate(names)
+            if self.bucket_of[i] >= 0
+        }
 
 
 def _carried(parameter: nn.Parameter, flag_only: bool) -> Tensor:

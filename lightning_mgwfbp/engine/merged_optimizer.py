@@ -215,7 +215,7 @@ class MergedOptimizer(Optimizer):
 
         Collective; rank 0 gets it, the others None, as all do where nothing is left behind.
         """
-        state = ExchangeState(self.reducer.exchanger.state_dict(), self.plan)
+        state = ExchangeState.of(self.reducer, self.plan)
         return state.gathered(self.reducer.exchanger.transport)
 
     def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ this rank has gradients which no bucket carried: see `_amend`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -43,6 +43,7 @@ class Reducer:
 
     Attributes:
         exchanger: the one given.
+        layout: the buckets of the plan in force.
         exchanges: how many there have been.
         structure_version: how often parameters have joined or left.
 
@@ -75,29 +76,23 @@ class Reducer:
         self._overlap = False
         self.exchanges = 0
         self.structure_version = 0
-        self._rowwise: frozenset[int] = frozenset()  # whose gradients are sparse
         self._ledger = GradientLedger(self._parameters, sets_aside=exchanger.keeps_a_rest)
         self._membership = Membership(
             self._parameters,
             self._on_gradient,
             self._ledger.set_aside if exchanger.keeps_a_rest else None,
         )
-        self._lay_out(provisional_plan(self._names, self._parameters, trainable))
+        self._lay_out(provisional_plan(self._names, self._parameters, trainable), rowwise=())
 
     @property
     def plan(self) -> MergePlan:
         """The plan in force."""
-        return self._layout.plan
+        return self.layout.plan
 
     @property
-    def carried(self) -> dict[str, Tensor]:
-        """What each planned parameter puts into its bucket, in the order of registration: nothing
-        where its gradients are sparse."""
-        return {
-            name: p.detach()[:0] if i in self._rowwise else p
-            for i, (name, p) in enumerate(zip(self._names, self._parameters, strict=True))
-            if self._layout.bucket_of[i] >= 0
-        }
+    def rowwise(self) -> list[str]:
+        """Names of the parameters whose gradients are known to be sparse."""
+        return [self._names[i] for i in sorted(self.layout.rowwise)]
 
     @property
     def syncing(self) -> bool:
@@ -122,8 +117,13 @@ class Reducer:
         """
         assert not self._running, "a plan is installed between a step and the next backward"
         plan.check_names(self.plan.names)
-        self._lay_out(plan)
+        self._lay_out(plan, self.layout.rowwise)
         self._overlap = not self.exchanger.needs_whole_gradient
+
+    def expect_rowwise(self, names: Collection[str]) -> None:
+        """Take the gradients of these parameters for sparse ones from the beginning."""
+        rowwise = [i for i, name in enumerate(self._names) if name in names]
+        self._lay_out(self.plan, rowwise)
 
     def hold(self) -> None:
         """Exchange after backward from now on, until the next `install`; learn anew how often
@@ -160,7 +160,7 @@ class Reducer:
             self._launch_next()
         others = self._round.finish()
         amendment = None
-        if not self._static_graph and self._layout.buckets[-1].noticed():
+        if not self._static_graph and self.layout.buckets[-1].noticed():
             amendment = self._amend(self._round.late)
             others += amendment.averages.values()
         self.exchanger.conclude(others)
@@ -176,12 +176,12 @@ class Reducer:
         self._membership.close()
         self._round.abandon()
 
-    def _lay_out(self, plan: MergePlan) -> None:
-        self._layout = Layout(
-            plan, self._names, self._parameters, self.exchanger.compresses, self._rowwise
+    def _lay_out(self, plan: MergePlan, rowwise: Collection[int]) -> None:
+        self.layout = Layout(
+            plan, self._names, self._parameters, self.exchanger.compresses, rowwise
         )
-        self._membership.adopt(self._layout)
-        self.exchanger.adopt(self._layout.buckets)
+        self._membership.adopt(self.layout)
+        self.exchanger.adopt(self.layout.buckets)
         self._waits = 0
         self._waited_seconds = 0.0
         self._reset()
@@ -189,15 +189,13 @@ class Reducer:
     def _reset(self) -> None:
         self._expected = list(map(max, self._expected, self._fired))
         self._fired = [0] * len(self._names)
-        self._round = Round(
-            self._layout, self._ledger, self._parameters, self.exchanger, self._rowwise
-        )
+        self._round = Round(self.layout, self._ledger, self._parameters, self.exchanger)
         self._running = False
         self._has_more = False  # than the buckets carry
 
     def _on_gradient(self, i: int, _: Tensor) -> None:
         self._ledger.is_new[i] = True
-        bucket = self._layout.bucket_of[i]
+        bucket = self.layout.bucket_of[i]
         if bucket < self._round.launched:
             self._has_more = True  # under no_sync too: the exchange is on its way
         if not self._syncing:
@@ -214,7 +212,7 @@ class Reducer:
         self._running = True
         self._waiting = [
             sum(1 for i in part if self._expected[i] and self._parameters[i].requires_grad)
-            for part in self._layout.members
+            for part in self.layout.members
         ]
 
     @torch.no_grad()
@@ -238,7 +236,7 @@ class Reducer:
         for i in self._membership.hook_unfrozen():
             if self._parameters[i].grad is not None:
                 self._ledger.is_new[i] = True
-                self._has_more |= self._layout.bucket_of[i] < self._round.launched
+                self._has_more |= self.layout.bucket_of[i] < self._round.launched
         self._has_more |= self._membership.changed()
 
     def _new_gradients(self) -> list[Tensor]:
@@ -256,14 +254,15 @@ class Reducer:
             if part is not None:
                 late[i] = part
         members = self._membership.staying() + joining
-        amendment = amend(self._transport, self._parameters, late, members, self._rowwise)
+        amendment = amend(self._transport, self._parameters, late, members, self.layout.rowwise)
         for i, average in amendment.averages.items():
             self._ledger.add(i, average)
         return amendment
 
     def _adapt(self, amendment: Amendment) -> None:
         planned = {self._names[i] for i in amendment.members}
-        if planned != set(self.plan.names) or amendment.rowwise != self._rowwise:
-            self._rowwise = amendment.rowwise
-            self._lay_out(adapted_plan(self.plan, self._names, self._parameters, planned))
-            self.structure_version += 1
+        joined_or_left = planned != set(self.plan.names)
+        self.structure_version += joined_or_left
+        if joined_or_left or amendment.rowwise != self.layout.rowwise:
+            plan = adapted_plan(self.plan, self._names, self._parameters, planned)
+            self._lay_out(plan, amendment.rowwise)

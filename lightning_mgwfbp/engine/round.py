@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ class Round:
         ledger: gives gradients and takes averages.
         parameters: of the whole model, (N,).
         exchanger: averages buckets.
-        rowwise: indices of parameters whose gradients are sparse, as all ranks know.
 
     Attributes:
         launched: how many buckets are on their way.
@@ -35,13 +34,12 @@ class Round:
         ledger: GradientLedger,
         parameters: Sequence[nn.Parameter],
         exchanger: Exchanger,
-        rowwise: Collection[int],
     ) -> None:
         self._layout = layout
         self._ledger = ledger
         self._parameters = parameters
         self._exchanger = exchanger
-        self._rowwise = rowwise
+        self._rowwise = layout.rowwise
         self._rank = exchanger.transport.rank
         self._exchanges: list[Exchange] = []
         self._sparse: dict[int, Tensor] = {}
@@ -104,7 +102,8 @@ class Round:
                     sparse[i] = self._sparse.get(i)
                 else:
                     self._put(i, average if somewhere else None)
-        averages = average_sparse(self._exchanger.transport, self._parameters, sparse)
+        with exchange_errors(self._rank, "sparse gradients"):
+            averages = average_sparse(self._exchanger.transport, self._parameters, sparse)
         for i, average in averages.items():
             self._put(i, average)
         return list(averages.values())

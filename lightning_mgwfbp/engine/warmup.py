@@ -149,7 +149,7 @@ class WarmUp:
         self.stop()
         profile = tuner.agree_on_profile(
             self._transport,
-            self._reducer.carried,
+            self._reducer.layout.carried,
             ready,
             statistics.median(self._forwards) if self._forwards else 0.0,
             self._model,
@@ -166,7 +166,7 @@ class WarmUp:
 
     def _tune(self, profile: ModelProfile, busy_fraction: float) -> Tuned:
         method = self._settings.compressor
-        carried = list(self._reducer.carried.values())
+        carried = list(self._reducer.layout.carried.values())
         if self._link is None:
             self._link = tuner.measure_link(self._transport, carried, method, busy_fraction).link
         if self._cost is None:

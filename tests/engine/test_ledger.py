@@ -147,7 +147,9 @@ def test_what_was_cleared_does_not_come_back() -> None:
     assert book.exchange(None) is None
     assert book.grad is None
     book.accumulate(1.0)
-    book.parameter.grad = None
+    book.exchange(5.0)
+    book.accumulate(1.0)
+    book.parameter.grad = None  # and then another backward
     book.accumulate(4.0)
     assert book.exchange(2.0) == 4
     assert book.grad == 2

@@ -92,4 +92,4 @@ def test_real_ones(compressor: Compressor, dtype: torch.dtype) -> None:
         LoopbackTransport.solo(), compressor, largest_numel=5000, density=0.01, dtype=dtype
     )
     assert [n for n, _ in samples] == [1024, 4096, 5000]
-    assert all(0 < seconds < 1 for _, seconds in samples)
+    assert all(seconds > 0 for _, seconds in samples)
