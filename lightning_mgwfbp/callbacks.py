@@ -65,16 +65,16 @@ class WarmupCallback(pl.Callback):
         self._steps_seen = trainer.global_step
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._strategy is not None and self._strategy.reducer is not None:
-            self._strategy.reducer.exchanger.epoch = trainer.current_epoch
-
-    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._warmup is not None:
-            self._warmup.forward_begins()
+        if self._warmup is None:
+            return
+        self._warmup.forward_begins()
+        assert self._strategy is not None
+        assert self._strategy.reducer is not None
+        # not in on_train_epoch_start, which does not run where fit is resumed within an epoch
+        self._strategy.reducer.exchanger.epoch = trainer.current_epoch
 
     @override
     def on_before_backward(

@@ -286,7 +286,7 @@ class MGWFBPStrategy(DDPStrategy):
         if self.reducer is None or self.warmup is None:
             return self._last_state  # of the fit that has ended
         plan = None if self.warmup.running else self.reducer.plan
-        return ExchangeState(self.reducer.exchanger.state_dict(), plan)
+        return ExchangeState.of(self.reducer, plan)
 
     @override
     def teardown(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from processes import python, run
 from ranks import train_ranks
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from training import make_strategy, quiet_trainer, toy
 
-from lightning_mgwfbp import AlphaBeta, MergePlan, MGWFBPStrategy, ModelProfile
+from lightning_mgwfbp import AlphaBeta, MergePlan, MGWFBPStrategy, ModelProfile, TopK
 from lightning_mgwfbp.ddp_arguments import TABLE
 from lightning_mgwfbp.plan import LayerProfile
 
@@ -26,6 +29,8 @@ from lightning_mgwfbp.plan import LayerProfile
         ({"planner": "fastest"}, "fastest"),
         ({"planner": 7}, "planner"),
         ({"compressor": "fp4"}, "fp4"),
+        ({"compressor": 0.01}, "compressor"),
+        ({"compressor": TopK}, "compressor"),
         ({"warmup_steps": 0}, "warmup_steps"),
         ({"warmup_steps": 2.5}, "warmup_steps"),
         ({"replan_every_n_steps": -1}, "replan_every_n_steps"),
@@ -65,7 +70,7 @@ def test_every_argument_of_ddp_is_refused_or_warned_about(name: str) -> None:
 
 def test_the_table_covers_ddps_signatures() -> None:
     """A new argument of DDP or DDPStrategy must get its row."""
-    ours = set(inspect.signature(MGWFBPStrategy.__init__).parameters) | set(TABLE)
+    ours = set(inspect.signature(MGWFBPStrategy.__init__).parameters) | {"ddp_comm_hook", *TABLE}
     for theirs in (DDPStrategy, DistributedDataParallel):
         names = set(inspect.signature(theirs.__init__).parameters) - {"self", "kwargs", "module"}
         assert names <= ours
@@ -126,6 +131,41 @@ def test_a_model_without_trainable_parameters() -> None:
     first, second = train_ranks(_error, {}, True)
     assert first == second
     assert "trainable" in first
+
+
+def _by(name: str, momentum: float = 0.9) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+    kwargs = {"momentum": momentum} if name == "SGD" else {}
+    return partial(getattr(torch.optim, name), lr=0.1, **kwargs)
+
+
+def _momentum_error(rank: int, optimizers: list[Any]) -> str:
+    module, data = toy()
+    module.automatic_optimization = len(optimizers) == 1
+    layers = (module.stem, module.head)
+    module.configure_optimizers = lambda: [
+        make(layer.parameters()) for make, layer in zip(optimizers, layers, strict=False)
+    ]
+    strategy = make_strategy("mgwfbp", compressor=TopK(0.1, momentum_correction=0.9))
+    with pytest.raises(ValueError, match="twice") as error:
+        quiet_trainer(strategy=strategy, max_steps=2).fit(module, data)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "named"),
+    [
+        ([_by("SGD")], "SGD has momentum=0.9"),
+        ([_by("Adam")], "Adam has moments"),
+        ([_by("SGD", 0.0), _by("SGD", 0.5)], "SGD has momentum=0.5"),
+        ([_by("SGD", 0.0), _by("AdamW")], "AdamW has moments"),
+    ],
+)
+def test_momentum_that_would_count_twice(optimizers: list[Any], named: str) -> None:
+    """momentum_correction: refused on every rank before training, whichever optimizer it is."""
+    first, second = train_ranks(_momentum_error, optimizers)
+    assert first == second
+    assert "`TopK(momentum_correction=0.9)`" in first
+    assert named in first
 
 
 def _disagreement(rank: int) -> str:

@@ -11,9 +11,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from benchmarks import netlab
-from lightning_mgwfbp import AlphaBeta, Cast, MGWFBPStrategy, Optimal, Threshold
+from lightning_mgwfbp import (
+    AlphaBeta,
+    Cast,
+    DDPCommHook,
+    MGWFBPStrategy,
+    Optimal,
+    PowerSGD,
+    Quantize8,
+    RandomK,
+    Threshold,
+    TopK,
+)
 from lightning_mgwfbp.cli import lightning_cli, main
 
 ROOT = Path(__file__).parent.parent
@@ -70,6 +82,42 @@ def test_a_name_is_enough(tmp_path: Path) -> None:
             {"class_path": "lightning_mgwfbp.Cast", "init_args": {"dtype": "float16"}},
             Cast("float16"),
         ),
+        ("compressor", "topk", "topk"),
+        (
+            "compressor",
+            {
+                "class_path": "lightning_mgwfbp.TopK",
+                "init_args": {"density": 0.001, "density_schedule": [0.25, 0.0625]},
+            },
+            TopK(0.001, density_schedule=[0.25, 0.0625]),
+        ),
+        (
+            "compressor",
+            {"class_path": "lightning_mgwfbp.TopK", "init_args": {"density": "auto"}},
+            TopK("auto"),
+        ),
+        (
+            "compressor",
+            {"class_path": "lightning_mgwfbp.RandomK", "init_args": {"density": 0.1}},
+            RandomK(0.1),
+        ),
+        ("compressor", {"class_path": "lightning_mgwfbp.Quantize8"}, Quantize8()),
+        (
+            "compressor",
+            {"class_path": "lightning_mgwfbp.PowerSGD", "init_args": {"rank": 2}},
+            PowerSGD(rank=2),
+        ),
+        (
+            "compressor",
+            {
+                "class_path": "lightning_mgwfbp.DDPCommHook",
+                "init_args": {
+                    "hook": "torch.distributed.algorithms.ddp_comm_hooks"
+                    ".default_hooks.fp16_compress_hook"
+                },
+            },
+            DDPCommHook(default_hooks.fp16_compress_hook),
+        ),
         ("link", {"alpha": 1e-4, "beta": 8e-9}, AlphaBeta(1e-4, 8e-9)),
         ("link", "measured/link.json", "measured/link.json"),
         ("profile", "measured/profile.json", "measured/profile.json"),
@@ -91,6 +139,20 @@ def test_a_wrong_option_in_yaml_is_named(
     with pytest.raises((SystemExit, ValueError)) as error:
         strategy_from(tmp_path, strategy)
     assert "warmup_steps" in capsys.readouterr().err + str(error.value)
+
+
+@pytest.mark.parametrize("density", [0, 1.5, "half"])
+def test_a_wrong_density_in_yaml_is_named(
+    density: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One error, in the words of the compressor."""
+    compressor = {"class_path": "lightning_mgwfbp.TopK", "init_args": {"density": density}}
+    strategy = {"class_path": CLASS_PATH, "init_args": {"compressor": compressor}}
+    with pytest.raises((SystemExit, ValueError)) as error:
+        strategy_from(tmp_path, strategy)
+    said = capsys.readouterr().err + str(error.value)
+    assert "density" in said
+    assert str(density) in said
 
 
 def test_the_gpt_config_trains() -> None:

@@ -11,9 +11,19 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from ranks import train_ranks
 from torch import Tensor, nn
-from training import Toy, ToyData, assert_same, make_strategy, quiet_trainer, toy, train
+from training import (
+    Toy,
+    ToyData,
+    assert_same,
+    make_strategy,
+    quiet_trainer,
+    residual_of,
+    sparse,
+    toy,
+    train,
+)
 
-from lightning_mgwfbp import AlphaBeta, MergePlan, ModelProfile, WarmupCallback
+from lightning_mgwfbp import AlphaBeta, MergePlan, ModelProfile, TopK, WarmupCallback
 
 
 def _resume(rank: int, first: str, second: str, folder: str) -> dict[str, Tensor]:
@@ -116,6 +126,34 @@ def test_fit_twice_validate_test_predict_and_fast_dev_run() -> None:
     assert_same(state, other)
 
 
+def _fit_twice(rank: int, folder: str) -> list[int]:
+    left = []
+
+    class Spy(pl.Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            left.append(len(residual_of(trainer)))
+
+    module, loader = _Everything(), ToyData().train_dataloader()
+    strategy = make_strategy("mgwfbp_topk", **sparse(TopK(0.1, dense_below_numel=0)))
+    limits = {"limit_train_batches": 8, "limit_val_batches": 2, "use_distributed_sampler": False}
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, callbacks=[Spy()], **limits)
+    trainer.fit(module, loader, loader)
+    trainer.validate(module, loader, verbose=False)
+    trainer.save_checkpoint(f"{folder}/first.ckpt")
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader, loader)
+    trainer.save_checkpoint(f"{folder}/second.ckpt")
+    return left
+
+
+def test_rests_are_those_of_one_fit(tmp_path: Path) -> None:
+    """As optimizers' state: none when fit begins, and still there when others have run since."""
+    assert train_ranks(_fit_twice, str(tmp_path)) == [[0, 0]] * 2
+    for name in ("first", "second"):
+        saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["mgwfbp"]
+        assert [rank["step"] for rank in saved["exchanger"]] == [8, 8]
+
+
 class _Gan(pl.LightningModule):
     """Two optimizers by hand, toggled; the first also accumulates over two batches."""
 
@@ -160,10 +198,10 @@ def test_manual_optimization_with_two_optimizers() -> None:
         torch.testing.assert_close(value, theirs[0][0][name], rtol=1e-6, atol=1e-7)
 
 
-def _train_and_save(rank: int, folder: str) -> Any:
+def _train_and_save(rank: int, folder: str, strategy_kwargs: dict[str, Any]) -> Any:
     callback = WarmupCallback(save_dir=folder)
     module, data = toy()
-    strategy = make_strategy("mgwfbp", warmup_steps=2)
+    strategy = make_strategy("mgwfbp", **{"warmup_steps": 2, **strategy_kwargs})
     quiet_trainer(strategy=strategy, max_steps=3, callbacks=[callback]).fit(module, data)
     return strategy.tuned
 
@@ -185,13 +223,24 @@ def _train_from(rank: int, strategy_kwargs: dict[str, str]) -> Any:
 
 def test_what_was_measured_can_be_saved_and_given_back(tmp_path: Path) -> None:
     """profile=, link= and a saved plan spare the warm-up."""
-    tuned, _ = train_ranks(_train_and_save, str(tmp_path))
+    tuned, _ = train_ranks(_train_and_save, str(tmp_path), {})
     assert ModelProfile.load(tmp_path / "profile.json") == tuned.profile
     assert AlphaBeta.load(tmp_path / "link.json") == tuned.link
     assert MergePlan.load(tmp_path / "plan.json") == tuned.plan
     profile, link = str(tmp_path / "profile.json"), str(tmp_path / "link.json")
     assert train_ranks(_train_from, {"profile": profile, "link": link}) == [tuned.plan] * 2
     assert train_ranks(_train_from, {"planner": str(tmp_path / "plan.json")}) == [tuned.plan] * 2
+
+
+def test_a_saved_plan_says_what_travels_compressed(tmp_path: Path) -> None:
+    """plan.json with densities."""
+    compressor = TopK("auto", density_floor=0.1, dense_below_numel=0)
+    tuned, _ = train_ranks(_train_and_save, str(tmp_path), sparse(compressor))
+    assert len(tuned.plan.densities) == len(tuned.plan.groups) == 6
+    assert min(tuned.plan.densities) == 0.1  # the last group hides behind nothing
+    assert MergePlan.load(tmp_path / "plan.json") == tuned.plan
+    given = {"planner": str(tmp_path / "plan.json"), "compressor": compressor}
+    assert train_ranks(_train_from, given) == [tuned.plan] * 2
 
 
 def _replan(rank: int) -> list[bool]:

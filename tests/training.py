@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_mgwfbp  # noqa: F401 - registers the strategy names
+from lightning_mgwfbp import AlphaBeta
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from examples.digits import DigitsData, DigitsModule
 from examples.gpt import GPTModule, StdlibText
+
+# so slow that whatever can be compressed is, however long a message takes on this machine
+SLOW_LINK = AlphaBeta(alpha=1e-3, beta=1e-3)
 
 
 class Toy(pl.LightningModule):
@@ -45,10 +49,23 @@ class Toy(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class Drawn(Toy):
+    """Draws its data by step and rank, so that it goes on alike wherever it is resumed."""
+
+    def loss(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        seed = 1000 * self.global_step + 10 * batch_idx + self.global_rank
+        drawn = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        return super().loss([drawn.to(batch[0].dtype)], batch_idx)
+
+
 class ToyData(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         data = torch.randn(1024, 8, generator=torch.Generator().manual_seed(3))
         return DataLoader(TensorDataset(data), batch_size=4)
+
+
+def drawn(**kwargs: Any) -> tuple[Drawn, ToyData]:
+    return Drawn(**kwargs), ToyData()
 
 
 def toy(**kwargs: Any) -> tuple[Toy, ToyData]:
@@ -64,7 +81,7 @@ def gpt() -> tuple[GPTModule, StdlibText]:
     return module, StdlibText(block_size=32, batch_size=4, max_bytes=60_000)
 
 
-MODELS = {"toy": toy, "digits": digits, "gpt": gpt}
+MODELS = {"toy": toy, "drawn": drawn, "digits": digits, "gpt": gpt}
 
 
 class Recorder(pl.Callback):
@@ -80,6 +97,47 @@ class Recorder(pl.Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         named = pl_module.named_parameters()
         self.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+
+
+class Books(pl.Callback):
+    """What a rank has put in, received, and left behind, by parameter, in the units of its loss."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Tensor] = {}
+        self.received: dict[str, Tensor] = {}
+        self.left: dict[str, Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for name, p in pl_module.named_parameters():
+            self.given[name], self.received[name] = torch.zeros_like(p), torch.zeros_like(p)
+            self._hooks.append(p.register_hook(partial(_enter, self.given[name])))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for name, p in pl_module.named_parameters():
+            if p.grad is not None:
+                self.received[name] += p.grad
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.left = residual_of(trainer)
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _enter(total: Tensor, gradient: Tensor) -> None:
+    total.add_(gradient)  # and nothing is returned, which would take the gradient's place
+
+
+def residual_of(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """What this rank has left behind, by parameter."""
+    state: dict[str, Any] = trainer.strategy.reducer.exchanger.state_dict()
+    return state.get("residual", {})
+
+
+def sparse(compressor: Any, **kwargs: Any) -> dict[str, Any]:
+    """Arguments of a strategy that sends every tensor by itself, compressed."""
+    defaults = {"planner": "wfbp", "link": SLOW_LINK, "warmup_steps": 3}
+    return {"compressor": compressor, **defaults, **kwargs}
 
 
 def make_strategy(name: str, **kwargs: Any) -> Any:

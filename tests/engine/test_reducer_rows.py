@@ -250,7 +250,7 @@ def test_a_row_that_is_not_finite_discards_all_rests(method: str, steps_before: 
 def test_a_resumed_run_knows_which_are_sparse() -> None:
     """It learns them anew, and its first exchange compresses other buckets."""
 
-    def train(transport: Transport) -> tuple[Any, Any]:
+    def train(transport: LoopbackTransport) -> tuple[Any, Any]:
         straight, first = (Training(transport, "topk", sparse=True) for _ in range(2))
         for seed in range(3):
             straight.step([ALL, ALL], seed=seed)
