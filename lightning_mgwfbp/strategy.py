@@ -80,7 +80,8 @@ class MGWFBPStrategy(DDPStrategy):
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend, timeout, start_method: as for DDPStrategy.
         ddp_arguments: every other argument of DDPStrategy and DistributedDataParallel; a Python
-            ddp_comm_hook is run on the merge groups, the others are refused or warned about as `lightning_mgwfbp.ddp_arguments.TABLE` says.
+            ddp_comm_hook is run on the merge groups, the others are refused or warned about as
+            `lightning_mgwfbp.ddp_arguments.TABLE` says.
 
     Raises:
         ValueError: an argument is out of range or cannot be honoured.
