@@ -26,7 +26,11 @@ from lightning_mgwfbp.cli import lightning_cli
 
 ROOT = Path(__file__).parent.parent
 WORLD_SIZE = 2
-QUIET = ("logger=false", "enable_checkpointing=false", "enable_model_summary=false")
+QUIET = (
+    "--trainer.logger=false",
+    "--trainer.enable_checkpointing=false",
+    "--trainer.enable_model_summary=false",
+)
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,18 @@ class Task:
     evaluate: str  # the Trainer's method for the end
     result: str
     what: str
+    options: tuple[str, ...] = ()  # of the command line, in the place of the configs'
 
 
 TASKS = {
     "digits": Task("val_acc", "test", "test_acc", "accuracy"),
-    "gpt": Task("val_loss", "validate", "val_loss", "validation loss, nats per byte"),
+    "gpt": Task(
+        "val_loss",
+        "validate",
+        "val_loss",
+        "validation loss, nats per byte",
+        ("--trainer.max_steps=600",),
+    ),
 }
 FORMS = {"dense": "", "sparse": "_topk"}  # suffix of the config
 
@@ -90,12 +101,12 @@ def run_ranks(task: str, form: str, seeds: int) -> list[dict[str, Any]]:
 def train(task: str, form: str, seeds: int) -> list[dict[str, Any]]:
     """As one rank of several: fit and evaluate once for each seed."""
     config = ROOT / "configs" / f"{task}{FORMS[form]}.yaml"
+    options = (*QUIET, *TASKS[task].options)
     measured = []
     for seed in range(seeds):
         recorder = Recorder(TASKS[task].metric)
         cli = lightning_cli(
-            ["fit", f"--config={config}", f"--seed_everything={seed}"]
-            + [f"--trainer.{option}" for option in QUIET],
+            ["fit", f"--config={config}", f"--seed_everything={seed}", *options],
             save_config_callback=None,
             trainer_defaults={"callbacks": [recorder]},
         )

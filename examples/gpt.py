@@ -165,6 +165,14 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: float) -> float:
     return 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
 
 
+def early_density(step: int) -> float:
+    """A schedule for `TopK(density_schedule=...)`: dense steps first, 1 % from step 120 on."""
+    for until, density in ((30, 0.4), (60, 0.25), (120, 0.0625)):
+        if step < until:
+            return density
+    return 0.01
+
+
 class StdlibText(LightningDataModule):
     """The standard library's top-level modules, in order of their names, as one run of bytes.
 

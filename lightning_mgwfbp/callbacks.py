@@ -16,7 +16,8 @@ from typing_extensions import override
 from lightning_mgwfbp.plan_table import print_plan
 
 if TYPE_CHECKING:
-    from lightning_mgwfbp.engine.warmup import Tuned, WarmUp
+    from lightning_mgwfbp.engine.session import Session
+    from lightning_mgwfbp.engine.warmup import Tuned
     from lightning_mgwfbp.strategy import MGWFBPStrategy
 
 
@@ -68,20 +69,18 @@ class WarmupCallback(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._warmup is None:
-            return
-        self._warmup.forward_begins()
-        assert self._strategy is not None
-        assert self._strategy.reducer is not None
-        # not in on_train_epoch_start, which does not run where fit is resumed within an epoch
-        self._strategy.reducer.exchanger.epoch = trainer.current_epoch
+        session = self._session
+        if session is not None:
+            session.warmup.forward_begins()
+            # not in on_train_epoch_start, which does not run where fit is resumed within an epoch
+            session.reducer.exchanger.epoch = trainer.current_epoch
 
     @override
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        if self._warmup is not None:
-            self._warmup.backward_begins()
+        if self._session is not None:
+            self._session.warmup.backward_begins()
 
     @override
     def on_train_batch_end(
@@ -92,16 +91,17 @@ class WarmupCallback(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if self._warmup is None or trainer.global_step == self._steps_seen:
+        session = self._session
+        if session is None or trainer.global_step == self._steps_seen:
             return  # nothing to plan, or an accumulation window goes on
         self._steps_seen = trainer.global_step
-        tuned = self._warmup.step_ended()
+        tuned = session.warmup.step_ended()
         if tuned is not None:
             self.on_plan(trainer, tuned)
 
     @property
-    def _warmup(self) -> WarmUp | None:
-        return None if self._strategy is None else self._strategy.warmup
+    def _session(self) -> Session | None:
+        return None if self._strategy is None else self._strategy.session
 
     def on_plan(self, trainer: pl.Trainer, tuned: Tuned) -> None:
         """Show the new plan, log it, and save what it was made from."""

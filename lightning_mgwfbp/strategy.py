@@ -31,13 +31,13 @@ from typing_extensions import override
 from lightning_mgwfbp.callbacks import WarmupCallback
 from lightning_mgwfbp.ddp_arguments import check_ddp_arguments, take_comm_hook
 from lightning_mgwfbp.engine.agreement import parameter_facts, require_agreement
-from lightning_mgwfbp.engine.checkpoint import ExchangeState, restore
-from lightning_mgwfbp.engine.merged_optimizer import MergedOptimizer
-from lightning_mgwfbp.engine.options import Options, require_no_momentum
-from lightning_mgwfbp.engine.reducer import Reducer
-from lightning_mgwfbp.engine.warmup import Tuned, WarmUp
+from lightning_mgwfbp.engine.averaged_step import AveragedStep
+from lightning_mgwfbp.engine.checkpoint import ExchangeState
+from lightning_mgwfbp.engine.options import Options
+from lightning_mgwfbp.engine.session import Session
+from lightning_mgwfbp.engine.warmup import Tuned
 from lightning_mgwfbp.exchange.broadcast import broadcast_tensors
-from lightning_mgwfbp.exchange.methods import ExchangeMethod, make_exchanger
+from lightning_mgwfbp.exchange.methods import ExchangeMethod
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.module_state import (
     BufferRefresher,
@@ -147,10 +147,9 @@ class MGWFBPStrategy(DDPStrategy):
         self._init_sync = init_sync
         self._buffers: BufferRefresher | None = None
         self._transport: TorchTransport | None = None
-        self._merged: dict[int, MergedOptimizer] = {}
+        self._steps: dict[int, AveragedStep] = {}
         self._last_state: ExchangeState | None = None
-        self.reducer: Reducer | None = None
-        self.warmup: WarmUp | None = None
+        self.session: Session | None = None  # while fitting on several ranks
         self.tuned: Tuned | None = None
         self.measured_exposed_seconds: float | None = None
 
@@ -190,35 +189,34 @@ class MGWFBPStrategy(DDPStrategy):
         if self._transport is None or module is None:
             return  # one process
         settings = self._options.settle(self._transport)
-        named = exchanged_parameters(module)
-        for optimizer in self.optimizers:
-            require_no_momentum(settings.compressor, optimizer)
-        exchanger = make_exchanger(settings.compressor, self._transport)
         plugin = self.precision_plugin
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-            exchanger.gradient_scale = plugin.scaler.get_scale
-        if exchanger.needs_whole_gradient:
+        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+        self.session = Session(
+            type(module).__name__,
+            exchanged_parameters(module),
+            self.optimizers,
+            self._transport,
+            settings,
+            None if scaler is None else scaler.get_scale,
+        )
+        step, reducer = super().optimizer_step, self.session.reducer
+        self._steps = {id(o): AveragedStep(o, reducer, step) for o in self.optimizers}
+        if reducer.exchanger.needs_whole_gradient:
             rank_zero_info(
                 "local_clip_norm=... needs the whole gradient: every exchange begins when backward"
                 " has ended, and nothing overlaps it."
             )
-        self.reducer = Reducer(named, exchanger, static_graph=settings.static_graph)
-        step = super().optimizer_step
-        self._merged = {
-            id(o): MergedOptimizer.sharing(self.reducer, o, step) for o in self.optimizers
-        }
-        self.warmup = WarmUp(type(module).__name__, named, self._transport, self.reducer, settings)
         if isinstance(settings.planner, MergePlan):
             rank_zero_info(f"{len(settings.planner.groups)} merge groups, from a saved plan.")
             callback.warn_that_nothing_is_saved()
-        tuned = self.warmup.start()
+        tuned = self.session.warmup.start()
         if tuned is not None:
             callback.on_plan(trainer, tuned)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self._buffers is not None and self.reducer is not None:
-            self._buffers.before_forward(goes_stale=self.reducer.syncing)
+        if self._buffers is not None and self.session is not None:
+            self._buffers.before_forward(goes_stale=self.session.reducer.syncing)
         return super().training_step(*args, **kwargs)
 
     @override
@@ -237,8 +235,8 @@ class MGWFBPStrategy(DDPStrategy):
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if self.reducer is not None:
-            self.reducer.synchronize()
+        if self.session is not None:
+            self.session.reducer.synchronize()
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -251,28 +249,27 @@ class MGWFBPStrategy(DDPStrategy):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        merged = self._merged.get(id(optimizer))
-        if merged is None:
+        step = self._steps.get(id(optimizer))
+        if step is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        return merged.step(closure, model=model, **kwargs)
+        return step(closure, model=model, **kwargs)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        if self.reducer is None:
+        if self.session is None:
             yield
         else:
-            with self.reducer.no_sync():
+            with self.session.reducer.no_sync():
                 yield
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        state = self._exchange_state()
+        state = self._last_state if self.session is None else self.session.state()
         if state is not None and "optimizer_states" in checkpoint:  # not one of weights only
-            transport = self._transport or TorchTransport.world()
-            left_behind = state.gathered(transport)
+            left_behind = state.gathered(self._transport or TorchTransport.world())
             if left_behind is not None:
                 checkpoint[_STATE] = left_behind
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -280,27 +277,19 @@ class MGWFBPStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self.reducer is not None and self.warmup is not None and _STATE in checkpoint:
-            self.warmup.resume(restore(self.reducer, checkpoint[_STATE]))
-
-    def _exchange_state(self) -> ExchangeState | None:
-        if self.reducer is None or self.warmup is None:
-            return self._last_state  # of the fit that has ended
-        plan = None if self.warmup.running else self.reducer.plan
-        return ExchangeState.of(self.reducer, plan)
+        if self.session is not None and _STATE in checkpoint:
+            self.session.resume(checkpoint[_STATE])
 
     @override
     def teardown(self) -> None:
-        self._last_state = self._exchange_state()
-        if self.warmup is not None:
-            self.warmup.stop()
-        if self.reducer is not None:
-            self.measured_exposed_seconds = self.reducer.exposed_seconds
-            self.reducer.close()
+        if self.session is not None:
+            self.measured_exposed_seconds = self.session.reducer.exposed_seconds
+            self._last_state = self.session.state()  # for trainer.save_checkpoint after fit
+            self.session.close()
         if self._transport is not None:
             self._transport.close()
-        self._merged.clear()
-        self._transport = self._buffers = self.reducer = self.warmup = None
+        self._steps.clear()
+        self._transport = self._buffers = self.session = None
         super().teardown()
 
     @classmethod

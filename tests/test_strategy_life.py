@@ -212,8 +212,8 @@ def _train_from(rank: int, strategy_kwargs: dict[str, str]) -> Any:
 
     class Spy(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            assert not trainer.strategy.warmup.running
-            plans.append(trainer.strategy.reducer.plan)
+            assert not trainer.strategy.session.warmup.running
+            plans.append(trainer.strategy.session.reducer.plan)
 
     module, data = toy()
     strategy = make_strategy("mgwfbp", **strategy_kwargs)
@@ -248,7 +248,7 @@ def _replan(rank: int) -> list[bool]:
 
     class Spy(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            running.append(trainer.strategy.warmup.running)
+            running.append(trainer.strategy.session.warmup.running)
 
     module, data = toy()
     strategy = make_strategy("mgwfbp", warmup_steps=2, replan_every_n_steps=3)
@@ -283,7 +283,7 @@ def _different_clocks(rank: int) -> Any:
 
     class Skewed(WarmupCallback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            warmup = trainer.strategy.warmup
+            warmup = trainer.strategy.session.warmup
             if warmup.running and rank == 1:
                 for backward in warmup._profiler._backwards:
                     marks = backward.marks

@@ -54,7 +54,7 @@ class _Start(pl.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, MGWFBPStrategy):
-            self.plan = None if strategy.warmup.running else strategy.reducer.plan
+            self.plan = None if strategy.session.warmup.running else strategy.session.reducer.plan
             self.residual = residual_of(trainer)
 
 

@@ -130,7 +130,7 @@ def _enter(total: Tensor, gradient: Tensor) -> None:
 
 def residual_of(trainer: pl.Trainer) -> dict[str, Tensor]:
     """What this rank has left behind, by parameter."""
-    state: dict[str, Any] = trainer.strategy.reducer.exchanger.state_dict()
+    state: dict[str, Any] = trainer.strategy.session.reducer.exchanger.state_dict()
     return state.get("residual", {})
 
 

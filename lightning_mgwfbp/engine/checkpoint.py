@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.plan import MergePlan
 
@@ -23,18 +22,16 @@ class ExchangeState:
         exchanger: what `Exchanger.state_dict` gave.
         plan: the plan in force, None before one was made.
         rowwise: names of the parameters whose gradients are sparse.
+        made_for: what the plan depends on beside the model.
     """
 
     exchanger: Mapping[str, Any]
     plan: MergePlan | None
     rowwise: list[str]
-
-    @classmethod
-    def of(cls, reducer: Reducer, plan: MergePlan | None) -> ExchangeState:
-        return cls(reducer.exchanger.state_dict(), plan, reducer.rowwise)
+    made_for: Mapping[str, str]
 
     def gathered(self, transport: Transport) -> dict[str, Any] | None:
-        """Return what `restore` takes, on rank 0; None elsewhere, or if nothing was left behind.
+        """Return what `Session.resume` takes, on rank 0; None elsewhere, or if nothing was left.
 
         Collective. Plain types and tensors on the CPU (loadable with weights_only=True): all that
         is compressed, once for each rank.
@@ -61,17 +58,5 @@ class ExchangeState:
             "exchanger": ranks,
             "plan": None if self.plan is None else self.plan.to_json(),
             "rowwise": self.rowwise,
+            "made_for": dict(self.made_for),
         }
-
-
-def restore(reducer: Reducer, saved: Mapping[str, Any]) -> MergePlan | None:
-    """Take up what `gathered` gave, on any number of ranks; return the plan that was in force.
-
-    Raises:
-        ValueError: it was saved for another model.
-    """
-    reducer.expect_rowwise(saved["rowwise"])
-    reducer.exchanger.load_state_dict(saved["exchanger"])
-    if saved["plan"] is None:
-        return None
-    return MergePlan.from_json(saved["plan"], "the merge plan in the checkpoint")

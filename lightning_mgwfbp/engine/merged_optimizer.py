@@ -7,7 +7,7 @@ re-implemented: options, state and step stay the wrapped one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,16 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mgwfbp.engine.agreement import parameter_facts, require_agreement
-from lightning_mgwfbp.engine.checkpoint import ExchangeState, restore
-from lightning_mgwfbp.engine.options import Options, require_no_momentum
-from lightning_mgwfbp.engine.reducer import Reducer
-from lightning_mgwfbp.engine.warmup import Tuned, WarmUp
-from lightning_mgwfbp.exchange.methods import ExchangeMethod, make_exchanger
+from lightning_mgwfbp.engine.averaged_step import AveragedStep, Closure
+from lightning_mgwfbp.engine.options import Options
+from lightning_mgwfbp.engine.session import Session
+from lightning_mgwfbp.engine.warmup import Tuned
+from lightning_mgwfbp.exchange.methods import ExchangeMethod
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Planner
-
-Closure = Callable[[], Any]
 
 
 class _Forwarded:
@@ -83,7 +81,6 @@ class MergedOptimizer(Optimizer):
         ... )
     """
 
-    _warmup: WarmUp | None
     tuned: Tuned | None  # the last plan with what it was made from; None before
 
     def __init__(
@@ -119,38 +116,19 @@ class MergedOptimizer(Optimizer):
         assert transport is not None
         require_agreement(transport, {**options.facts(), **parameter_facts(named)})
         settings = options.settle(transport)
-        require_no_momentum(settings.compressor, optimizer)
-        exchanger = make_exchanger(settings.compressor, transport)
-        if grad_scaler is not None:
-            exchanger.gradient_scale = grad_scaler.get_scale
-        reducer = Reducer(named, exchanger, static_graph=settings.static_graph)
-        self._wrap(optimizer, reducer, _plain_step)
-        self._warmup = WarmUp("", named, transport, reducer, settings)
-        self.tuned = self._warmup.start()
-
-    @classmethod
-    def sharing(
-        cls, reducer: Reducer, optimizer: Optimizer, step: Callable[..., Any]
-    ) -> MergedOptimizer:
-        """Wrap one of several optimizers whose parameters `reducer` exchanges.
-
-        Args:
-            reducer: someone else's; it is not warmed up here.
-            optimizer: the wrapped one.
-            step: called as step(optimizer, closure, **kwargs), such as a precision plugin's.
-        """
-        merged = cls.__new__(cls)
-        merged._wrap(optimizer, reducer, step)
-        return merged
-
-    def _wrap(self, optimizer: Optimizer, reducer: Reducer, step: Callable[..., Any]) -> None:
+        self._session = Session(
+            "",
+            named,
+            [optimizer],
+            transport,
+            settings,
+            None if grad_scaler is None else grad_scaler.get_scale,
+        )
         # Optimizer.__init__ is not called: whatever it would set up is the wrapped one's
         self.optimizer = optimizer
-        self.reducer = reducer
-        self._step = step
-        self._exchanges_at_step = reducer.exchanges
-        self._warmup = None
-        self.tuned = None
+        self.reducer = self._session.reducer
+        self._step = AveragedStep(optimizer, self.reducer, _plain_step)
+        self.tuned = self._session.warmup.start()
 
     param_groups = _Forwarded()
     state = _Forwarded()
@@ -170,7 +148,7 @@ class MergedOptimizer(Optimizer):
     @property
     def plan(self) -> MergePlan | None:
         """The plan in force, None during the warm-up."""
-        return None if self._warmup is not None and self._warmup.running else self.reducer.plan
+        return self._session.plan
 
     def synchronize(self) -> None:
         """Wait until the averages are in `.grad`. Collective; a no-op under `no_sync`."""
@@ -182,13 +160,8 @@ class MergedOptimizer(Optimizer):
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:
         """Step the wrapped optimizer on the averages; each call of `closure` is synchronised."""
-        if closure is None:
-            self._average_if_due()
-            result = self._step(self.optimizer, None, **kwargs)
-        else:
-            result = self._step(self.optimizer, self._averaging(closure), **kwargs)
-        if self._warmup is not None:
-            self.tuned = self._warmup.step_ended() or self.tuned
+        result = self._step(closure, **kwargs)
+        self.tuned = self._session.warmup.step_ended() or self.tuned
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -215,14 +188,15 @@ class MergedOptimizer(Optimizer):
 
         Collective; rank 0 gets it, the others None, as all do where nothing is left behind.
         """
-        state = ExchangeState.of(self.reducer, self.plan)
-        return state.gathered(self.reducer.exchanger.transport)
+        return self._session.state().gathered(self.reducer.exchanger.transport)
 
     def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take up what `exchange_state_dict` gave, the same on all ranks, however many they are."""
-        plan = restore(self.reducer, saved)
-        if self._warmup is not None:
-            self._warmup.resume(plan)
+        """Take up what `exchange_state_dict` gave, the same on all ranks, however many they are.
+
+        Raises:
+            ValueError: it was saved for another model.
+        """
+        self._session.resume(saved)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._require_named(param_group)
@@ -230,26 +204,9 @@ class MergedOptimizer(Optimizer):
 
     def close(self) -> None:
         """Remove all hooks; the wrapped optimizer goes on alone."""
-        if self._warmup is not None:
-            self._warmup.stop()
-        self.reducer.close()
+        self._session.close()
         if self._own_transport is not None:
             self._own_transport.close()
-
-    def _averaging(self, closure: Closure) -> Closure:
-        @torch.enable_grad()
-        def evaluate() -> Any:
-            loss = closure()
-            self._average_if_due()
-            return loss
-
-        return evaluate
-
-    def _average_if_due(self) -> None:
-        none_since_last_step = self.reducer.exchanges == self._exchanges_at_step
-        if self.reducer.unsynchronized or none_since_last_step:
-            self.synchronize()
-        self._exchanges_at_step = self.reducer.exchanges
 
     def _require_named(self, param_group: dict[str, Any]) -> None:
         parameters = param_group["params"]

@@ -94,11 +94,11 @@ class WarmUp:
             self.restart()
         return None
 
-    def resume(self, plan: MergePlan | None) -> None:
-        """Go on with the plan of the run that is resumed, if it fits, and nothing else was given;
-        what is measured would give another, and with rests another training."""
+    def resume(self, plan: MergePlan) -> None:
+        """Go on with the plan of the run that is resumed, unless another one was given or its
+        parameters are others (some were frozen then)."""
         given = isinstance(self._settings.planner, MergePlan) or self._settings.profile is not None
-        if plan is None or given or set(plan.names) != set(self._reducer.plan.names):
+        if given or set(plan.names) != set(self._reducer.plan.names):
             return
         self.stop()
         self._reducer.install(plan)

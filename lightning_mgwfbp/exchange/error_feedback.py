@@ -189,7 +189,7 @@ class ErrorFeedback:
         """Kind ("residual", "velocity") to parameter name to tensor of its shape, on the CPU."""
         everything = self._everything()
         return {
-            kind: {name: rest.detach().cpu().clone() for name, rest in rests.items()}
+            kind: {name: rest.detach().to("cpu", copy=True) for name, rest in rests.items()}
             for kind, rests in everything.items()
         }
 

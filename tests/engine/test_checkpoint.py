@@ -127,7 +127,7 @@ def test_another_number_of_ranks(compressor: str, before: int, after: int) -> No
     def resume(transport: LoopbackTransport) -> Any:
         run = Run(transport, compressor, saved)
         resumed = run.left
-        assert run.merged.plan is not None
+        assert run.merged.plan is None  # it was made for another number
         run.train(1)
         return resumed
 
@@ -186,7 +186,7 @@ def test_a_rest_of_another_shape_is_named() -> None:
 
 def test_a_plan_that_cannot_be_read_is_named() -> None:
     """A damaged checkpoint ends in an error about something else."""
-    saved, _ = saved_after("topk", 3)
+    saved, _ = saved_after("topk", 3, world_size=1)
     exchange = torch.load(io.BytesIO(saved), weights_only=True)["exchange"]
     run = Run(LoopbackTransport.solo(), "topk")
     with pytest.raises(ValueError, match="merge plan in the checkpoint"):
