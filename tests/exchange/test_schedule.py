@@ -80,12 +80,22 @@ def test_schedules_are_values(compressor: type[Any]) -> None:
 
 
 @compressors
-@pytest.mark.parametrize("schedule", [[], (), "0.1", 0.1, {0: 0.1}, {0.1}])
+@pytest.mark.parametrize("schedule", [[], (), 0.1, {0: 0.1}, {0.1}])
 def test_what_is_no_schedule(compressor: type[Any], schedule: Any) -> None:
     """A typing error fails far away, in the epoch that first needs the entry."""
     expected = rf"`{compressor.__name__}\(density_schedule=\.\.\.\)` must be one density or more"
     with pytest.raises(ValueError, match=expected):
         compressor(density=0.1, density_schedule=schedule)
+
+
+@compressors
+def test_a_function_by_its_path(compressor: type[Any]) -> None:
+    """A YAML file cannot hold a function, or a wrong path fails in the first step."""
+    by_path = compressor(density=0.5, density_schedule=f"{__name__}.halving")
+    assert by_path == compressor(density=0.5, density_schedule=halving)
+    for path in ("0.1", "halving", f"{__name__}.nothing", "nothing.at_all", "math.pi"):
+        with pytest.raises(ValueError, match=rf"density_schedule=\.\.\.\)` .*{path!r}"):
+            compressor(density=0.5, density_schedule=path)
 
 
 @compressors

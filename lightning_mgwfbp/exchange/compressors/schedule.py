@@ -7,13 +7,14 @@ Deep Gradient Compression (Lin et al., ICLR'18, section 3.3) warms up with 0.25,
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
 
-Schedule = Sequence[float] | Callable[[int], float]
+Schedule = Sequence[float] | Callable[[int], float] | str
 Unit = Literal["epoch", "step"]
 
 
@@ -58,7 +59,8 @@ def checked_schedule(compressor: str, schedule: Schedule | None, unit: Unit) -> 
 
     Args:
         compressor: the name of its class, for errors.
-        schedule: a density for each epoch or step, a function of it, or None.
+        schedule: a density for each epoch or step, a function of it or the path of one (as a
+            YAML file has it: package.module.function), or None.
         unit: what it goes by.
 
     Raises:
@@ -76,10 +78,12 @@ def checked_schedule(compressor: str, schedule: Schedule | None, unit: Unit) -> 
                 stacklevel=4,
             )
         return None
+    if isinstance(schedule, str):
+        schedule = _imported(argument, schedule)
     if callable(schedule):
         is_checked = isinstance(schedule, DensityFunction)
         return schedule if is_checked else DensityFunction(argument, schedule)
-    if isinstance(schedule, str) or not isinstance(schedule, Sequence) or not schedule:
+    if not isinstance(schedule, Sequence) or not schedule:
         raise ValueError(
             f"{argument} must be one density or more, such as [0.25, 0.0625, 0.015625, 0.004], or"
             f" a function from {unit} to density, got {schedule!r:.60}."
@@ -89,11 +93,22 @@ def checked_schedule(compressor: str, schedule: Schedule | None, unit: Unit) -> 
     )
 
 
+def _imported(argument: str, path: str) -> Callable[[int], float]:
+    try:
+        function = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{argument} names no function: {path!r}: {error}.") from error
+    if not callable(function):
+        raise ValueError(f"{argument} must name a function, got {path!r}, a {type(function)}.")
+    return function
+
+
 def scheduled_density(
     schedule: Schedule | None, unit: Unit, *, epoch: int, step: int, after: float
 ) -> float:
     """The density of a checked `schedule` then; `after` where it has ended or there is none."""
     at = epoch if unit == "epoch" else step
-    if isinstance(schedule, Sequence):
-        return schedule[at] if at < len(schedule) else after
-    return after if schedule is None else schedule(at)
+    if callable(schedule):
+        return schedule(at)
+    assert not isinstance(schedule, str)  # checked schedules hold functions
+    return after if schedule is None or at >= len(schedule) else schedule[at]
