@@ -4,7 +4,7 @@
     python -m benchmarks.convergence gpt --seeds 1
 
 runs configs/digits.yaml (gpt.yaml) and configs/digits_topk.yaml (gpt_topk.yaml) with the same seeds
-and as many steps, prints a table, and draws the curves to docs/convergence_digits.png.
+and as many steps, prints a table, and draws the curves to docs/convergence_TASK.png.
 """
 
 import argparse

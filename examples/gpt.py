@@ -79,6 +79,7 @@ class GPTModule(LightningModule):
         dropout: probability, for embeddings, attention weights and both residual branches.
         learning_rate: AdamW's, at the end of the warm-up.
         weight_decay: AdamW's, for matrices and embeddings; biases and norms have none.
+        beta2: AdamW's, how long it remembers the size of gradients.
         warmup_steps: optimizer steps in which the learning rate rises linearly; from there to the
             Trainer's last step it falls to a tenth along half a cosine.
     """
@@ -93,6 +94,7 @@ class GPTModule(LightningModule):
         dropout: float = 0.1,
         learning_rate: float = 5e-4,
         weight_decay: float = 0.1,
+        beta2: float = 0.95,
         warmup_steps: int = 10,
     ) -> None:
         super().__init__()
@@ -101,6 +103,7 @@ class GPTModule(LightningModule):
         self.save_hyperparameters()
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
+        self.beta2 = beta2
         self.warmup_steps = warmup_steps
         self.token_embedding = nn.Embedding(VOCABULARY, width)
         self.position_embedding = nn.Embedding(context, width)
@@ -141,7 +144,7 @@ class GPTModule(LightningModule):
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(param_groups, lr=self.learning_rate, betas=(0.9, 0.95))
+        optimizer = torch.optim.AdamW(param_groups, lr=self.learning_rate, betas=(0.9, self.beta2))
         total = self.trainer.estimated_stepping_batches
         schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, self.warmup_steps, total))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

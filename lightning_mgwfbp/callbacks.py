@@ -73,7 +73,7 @@ class WarmupCallback(pl.Callback):
         if session is not None:
             session.warmup.forward_begins()
             # not in on_train_epoch_start, which does not run where fit is resumed within an epoch
-            session.reducer.exchanger.epoch = trainer.current_epoch
+            session.set_epoch(trainer.current_epoch)
 
     @override
     def on_before_backward(

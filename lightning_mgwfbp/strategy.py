@@ -183,6 +183,7 @@ class MGWFBPStrategy(DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        self._last_state = None
         callback = WarmupCallback.of(trainer)
         callback.attach(self)
         module = self.lightning_module
@@ -267,11 +268,11 @@ class MGWFBPStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        state = self._last_state if self.session is None else self.session.state()
-        if state is not None and "optimizer_states" in checkpoint:  # not one of weights only
-            left_behind = state.gathered(self._transport or TorchTransport.world())
-            if left_behind is not None:
-                checkpoint[_STATE] = left_behind
+        if "optimizer_states" in checkpoint:  # not one of weights only
+            state = self._last_state if self.session is None else self.session.state()
+            if state is not None:
+                gathered = state.gathered(self._transport or TorchTransport.world())
+                checkpoint.update({} if gathered is None else {_STATE: gathered})
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -284,13 +285,16 @@ class MGWFBPStrategy(DDPStrategy):
     def teardown(self) -> None:
         if self.session is not None:
             self.measured_exposed_seconds = self.session.reducer.exposed_seconds
-            self._last_state = self.session.state()  # for trainer.save_checkpoint after fit
-            self.session.close()
-        if self._transport is not None:
-            self._transport.close()
-        self._steps.clear()
-        self._transport = self._buffers = self.session = None
-        super().teardown()
+        try:
+            if self.session is not None:
+                self._last_state = self.session.state()  # for trainer.save_checkpoint after fit
+                self.session.close()
+        finally:
+            if self._transport is not None:
+                self._transport.close()
+            self._steps.clear()
+            self._transport = self._buffers = self.session = None
+            super().teardown()
 
     @classmethod
     @override

@@ -50,6 +50,24 @@ def record_keys(transport: LoopbackTransport) -> list[str]:
     return keys
 
 
+def recorded(transport: LoopbackTransport) -> list[tuple[str, str, int]]:
+    """A list that grows by (collective, key, nbytes) of each message of this rank."""
+    messages: list[tuple[str, str, int]] = []
+    reduce, gather = transport.all_reduce, transport.all_gather
+
+    def all_reduce(buffer: Tensor, *, key: str) -> Pending:
+        messages.append(("all_reduce", key, buffer.nbytes))
+        return reduce(buffer, key=key)
+
+    def all_gather(output: Tensor, buffer: Tensor, *, key: str) -> Pending:
+        messages.append(("all_gather", key, buffer.nbytes))
+        return gather(output, buffer, key=key)
+
+    transport.all_reduce = all_reduce  # type: ignore[method-assign]
+    transport.all_gather = all_gather  # type: ignore[method-assign]
+    return messages
+
+
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     """Equal dtype, shape and bits, so that NaN equals itself and -0.0 differs from 0.0."""
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:

@@ -33,29 +33,30 @@ class ExchangeState:
     def gathered(self, transport: Transport) -> dict[str, Any] | None:
         """Return what `Session.resume` takes, on rank 0; None elsewhere, or if nothing was left.
 
-        Collective. Plain types and tensors on the CPU (loadable with weights_only=True): all that
-        is compressed, once for each rank.
+        Collective, a tensor at a time. Plain types and tensors on the CPU (loadable with
+        weights_only=True), of the size of the parameters, once for each rank.
         """
         if not self.exchanger:
             return None
-        ranks: list[dict[str, Any]] = [{} for _ in range(transport.world_size)]
+        states: list[dict[str, Any]] = [{} for _ in range(transport.world_size)]
         for kind, value in self.exchanger.items():
-            if isinstance(value, Mapping):
-                # a tensor at a time, so that only rank 0 needs memory for those of all ranks
-                for rank in ranks:
-                    rank[kind] = {}
-                for name, tensor in value.items():
-                    everyones = transport.all_gather_object(tensor, key="exchange state")
-                    if transport.rank == 0:
-                        for rank, theirs in zip(ranks, everyones, strict=True):
-                            rank[kind][name] = theirs
-            else:
-                for rank in ranks:
-                    rank[kind] = value
+            if not isinstance(value, Mapping):  # the same on all ranks
+                for state in states:
+                    state[kind] = value
+                continue
+            for state in states:
+                state[kind] = {}
+            # a rank may have nothing left of a parameter of which another one has
+            everyones = transport.all_gather_object(list(value), key="exchange state names")
+            for name in sorted(set().union(*everyones)):
+                theirs = transport.gather_object(value.get(name), 0, key="exchange state")
+                for state, part in zip(states, theirs or (), strict=theirs is not None):
+                    if part is not None:
+                        state[kind][name] = part
         if transport.rank != 0:
             return None
         return {
-            "exchanger": ranks,
+            "exchanger": states,
             "plan": None if self.plan is None else self.plan.to_json(),
             "rowwise": self.rowwise,
             "made_for": dict(self.made_for),

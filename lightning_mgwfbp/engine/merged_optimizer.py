@@ -62,11 +62,12 @@ class MergedOptimizer(Optimizer):
             the optimizer steps, and none that another MergedOptimizer exchanges.
         planner: "auto", "optimal", "mgwfbp", "threshold", "wfbp", "single", or a Planner; or a
             plan made before.
-        compressor: None, "fp16", "bf16", or a Compressor.
+        compressor: None, a name ("fp16", "bf16", "topk", "randomk", "int8"), a Compressor,
+            PowerSGD or DDPCommHook.
         transport: carries the gradients; by default torch.distributed over all ranks.
         warmup_steps: steps to profile.
         replan_every_n_steps: profile and plan anew after so many steps.
-        profile, link: what was measured before; with both nothing is measured.
+        profile, link: what was measured before; with both only a compressor is timed.
         static_graph: a promise that every backward uses the same parameters on all ranks.
         grad_scaler: the one you scale losses with: what a compressor leaves behind must not be
             kept in its units, which change.
@@ -181,7 +182,7 @@ class MergedOptimizer(Optimizer):
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch begins: a compressor's schedule may go by it."""
-        self.reducer.exchanger.epoch = epoch
+        self._session.set_epoch(epoch)
 
     def exchange_state_dict(self) -> dict[str, Any] | None:
         """What the compressor has left behind on all ranks, to be saved with the optimizer's state.

@@ -106,16 +106,18 @@ def require_no_momentum(method: ExchangeMethod | None, optimizer: Optimizer) -> 
     """
     if not isinstance(method, Compressor) or not method.momentum_correction:
         return
-    has = "moments of its own"
-    if type(optimizer) is SGD:
-        momentum = max(param_group["momentum"] for param_group in optimizer.param_groups)
-        if momentum == 0:
+    momentum = method.momentum_correction
+    if not isinstance(optimizer, SGD):
+        got, why = type(optimizer).__name__, "what it replaces is the momentum of SGD"
+    else:
+        own = max(param_group["momentum"] for param_group in optimizer.param_groups)
+        if own == 0:
             return
-        has = f"momentum={momentum}"
+        got, why = f"SGD(momentum={own})", "it would count twice"
     raise ValueError(
-        f"`{type(method).__name__}(momentum_correction={method.momentum_correction})` keeps the"
-        f" momentum of SGD, but {type(optimizer).__name__} has {has}, and momentum would count"
-        " twice: give torch.optim.SGD(momentum=0), or leave momentum_correction out."
+        f"`{type(method).__name__}(momentum_correction={momentum})` needs"
+        f" torch.optim.SGD(momentum=0), got {got}: {why}. Leave momentum_correction out, or the"
+        " optimizer's momentum."
     )
 
 

@@ -76,11 +76,11 @@ class Reducer:
         self._overlap = False
         self.exchanges = 0
         self.structure_version = 0
-        self._ledger = GradientLedger(self._parameters, sets_aside=exchanger.keeps_a_rest)
+        self._ledger = GradientLedger(self._parameters, sets_aside=exchanger.keeps_residuals)
         self._membership = Membership(
             self._parameters,
             self._on_gradient,
-            self._ledger.set_aside if exchanger.keeps_a_rest else None,
+            self._ledger.set_aside if exchanger.keeps_residuals else None,
         )
         self._lay_out(provisional_plan(self._names, self._parameters, trainable), rowwise=())
 

@@ -111,7 +111,7 @@ class Round:
     def abandon(self) -> None:
         """Wait for what is on its way, and forget it."""
         for exchange in self._exchanges:
-            with suppress(RuntimeError):  # whoever closes in mid-exchange has an error already
+            with suppress(Exception):  # whoever closes in mid-exchange has an error already
                 exchange.finish()
         self._exchanges.clear()
 

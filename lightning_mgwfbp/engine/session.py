@@ -57,6 +57,10 @@ class Session:
         """The plan in force, None during the warm-up."""
         return None if self.warmup.running else self.reducer.plan
 
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch it is, for schedules."""
+        self.reducer.exchanger.epoch = epoch
+
     def state(self) -> ExchangeState:
         """What this rank has left behind, and what it depends on."""
         return ExchangeState(

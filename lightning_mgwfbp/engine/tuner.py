@@ -34,6 +34,7 @@ from lightning_mgwfbp.plan import (
     Planner,
     SparseCost,
     Table,
+    all_gather_like,
     choose_densities,
     fit_alpha_beta,
     largest_hidden_densities,
@@ -43,6 +44,8 @@ FloatArray = NDArray[np.float64]
 
 # Backward on CPUs takes a core or more; waiting for an accelerator, or replayed, far less.
 _BUSY = 0.7
+_WIDE = torch.float32.itemsize  # of compressed values, whatever the gradients' dtype
+_LIKELY_DENSITY = 0.1  # the most that a selection under `density="auto"` is timed at
 
 
 def agree_on_profile(
@@ -126,12 +129,16 @@ def exchange_cost(
     method: ExchangeMethod | None,
     link: AlphaBeta,
     busy_fraction: float,
+    *,
+    is_given: bool,
 ) -> Cost:
     """What merge groups cost by `method`; times the compressor and its collective, if it has any.
 
     Args:
-        transport: joins the ranks; on a `link` whose all-reduces were measured before.
+        transport: joins the ranks.
         carried, method, busy_fraction: as in `measure_link`.
+        link: of an all-reduce.
+        is_given: whether it is the user's, of a network that cannot be timed here.
     """
     match method:
         case Cast():
@@ -139,33 +146,45 @@ def exchange_cost(
         case PowerSGD():
             return LowRankCost(link, method.wire_numel)
         case Compressor():
-            sparse = _compressed_cost(transport, carried, method, link, busy_fraction)
+            sparse_link = link
+            if method.collective == "all_gather":
+                sparse_link = (
+                    all_gather_like(link, transport.world_size)
+                    if is_given
+                    else _measure_all_gather(transport, carried, method, busy_fraction)
+                )
+            sparse = _compressed_cost(transport, carried, method, sparse_link)
             return CheaperCost(DenseCost(link), sparse)
         case _:
             return DenseCost(link)
 
 
-def _compressed_cost(
-    transport: Transport,
-    carried: Sequence[Tensor],
-    method: Compressor,
-    link: AlphaBeta,
-    busy_fraction: float,
-) -> SparseCost:
+def _measure_all_gather(
+    transport: Transport, carried: Sequence[Tensor], method: Compressor, busy_fraction: float
+) -> AlphaBeta:
     device = carried[0].device
-    density = method.settled_density
-    numel = _count_reals(carried)
-    selection = time_compression(
-        transport, method, largest_numel=numel, density=density, device=device
+    density = 1.0 if method.plan_chooses_density else method.settled_density
+    samples = time_all_gather(
+        transport,
+        largest_nbytes=int(method.wire_nbytes(_count_reals(carried), _WIDE, density)),
+        device=device,
+        beside_computation=_is_beside_computation(device, busy_fraction),
     )
-    if method.collective == "all_gather":
-        samples = time_all_gather(
-            transport,
-            largest_nbytes=int(method.wire_nbytes(numel, 4, density)),
-            device=device,
-            beside_computation=_is_beside_computation(device, busy_fraction),
-        )
-        link = fit_alpha_beta(samples).link
+    return fit_alpha_beta(samples).link
+
+
+def _compressed_cost(
+    transport: Transport, carried: Sequence[Tensor], method: Compressor, link: AlphaBeta
+) -> SparseCost:
+    density = method.settled_density
+    selection = time_compression(
+        transport,
+        method,
+        largest_numel=_count_reals(carried),
+        # where the plan may raise it, more is selected, and that takes longer
+        density=max(density, _LIKELY_DENSITY) if method.plan_chooses_density else density,
+        device=carried[0].device,
+    )
     return SparseCost(link, Table(selection), WireNbytes(method, density), method.dense_below_numel)
 
 
@@ -181,28 +200,33 @@ class WireNbytes:
 
 
 def agree_on_plan(
-    transport: Transport, profile: ModelProfile, planner: Planner, cost: Cost
+    transport: Transport,
+    profile: ModelProfile,
+    planner: Planner,
+    cost: Cost,
+    method: ExchangeMethod | None,
 ) -> MergePlan:
-    """Plan on rank 0 and give every rank its plan, with the form in which each group travels."""
-    plan = _plan(profile, planner, cost) if transport.rank == 0 else None
+    """Plan on rank 0 and give every rank its plan, with the density at which each group travels."""
+    plan = None
+    if transport.rank == 0:
+        plan = planner.plan(profile, cost)
+        if isinstance(cost, CheaperCost) and isinstance(method, Compressor):
+            plan = _with_densities(profile, plan, cost, method)
     plan = transport.broadcast_object(plan, 0, key="plan")
     assert plan is not None
     return plan
 
 
-def _plan(profile: ModelProfile, planner: Planner, cost: Cost) -> MergePlan:
-    plan = planner.plan(profile, cost)
-    if not isinstance(cost, CheaperCost):
-        return plan
-    wire = cost.sparse.wire_nbytes
-    assert isinstance(wire, WireNbytes)
-    if not wire.compressor.plan_chooses_density:
+def _with_densities(
+    profile: ModelProfile, plan: MergePlan, cost: CheaperCost, method: Compressor
+) -> MergePlan:
+    if not method.plan_chooses_density:
         return choose_densities(profile, plan, cost)
 
     def cost_at(density: float) -> Cost:
-        return replace(cost.sparse, wire_nbytes=WireNbytes(wire.compressor, density))
+        return replace(cost.sparse, wire_nbytes=WireNbytes(method, density))
 
-    return largest_hidden_densities(profile, plan, cost_at, cost.dense, wire.density)
+    return largest_hidden_densities(profile, plan, cost_at, cost.dense, method.settled_density)
 
 
 def after_backward(profile: ModelProfile) -> ModelProfile:

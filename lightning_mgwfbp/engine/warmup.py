@@ -97,7 +97,7 @@ class WarmUp:
     def resume(self, plan: MergePlan) -> None:
         """Go on with the plan of the run that is resumed, unless another one was given or its
         parameters are others (some were frozen then)."""
-        given = isinstance(self._settings.planner, MergePlan) or self._settings.profile is not None
+        given = isinstance(self._settings.planner, MergePlan)
         if given or set(plan.names) != set(self._reducer.plan.names):
             return
         self.stop()
@@ -171,12 +171,20 @@ class WarmUp:
             self._link = tuner.measure_link(self._transport, carried, method, busy_fraction).link
         if self._cost is None:
             self._cost = tuner.exchange_cost(
-                self._transport, carried, method, self._link, busy_fraction
+                self._transport,
+                carried,
+                method,
+                self._link,
+                busy_fraction,
+                is_given=self._settings.link is not None,
             )
+        in_time = profile
         if self._reducer.exchanger.needs_whole_gradient:
-            profile = tuner.after_backward(profile)
+            in_time = tuner.after_backward(profile)
         assert not isinstance(self._settings.planner, MergePlan)
-        plan = tuner.agree_on_plan(self._transport, profile, self._settings.planner, self._cost)
+        plan = tuner.agree_on_plan(
+            self._transport, in_time, self._settings.planner, self._cost, method
+        )
         self._reducer.install(plan)
         self._seen = 0
-        return Tuned(plan, profile, self._link, simulate(profile, plan, self._cost))
+        return Tuned(plan, profile, self._link, simulate(in_time, plan, self._cost))

@@ -110,7 +110,7 @@ class CommHookExchanger(Exchanger):
         ValueError: another transport.
     """
 
-    keeps_a_rest = True  # a hook may have error feedback; one without loses nothing by it
+    keeps_residuals = True  # a hook may have error feedback; one without loses nothing by it
 
     def __init__(self, transport: Transport, method: DDPCommHook) -> None:
         super().__init__(transport)

@@ -8,6 +8,7 @@ part of a density schedule; many ranks), everything travels, rests included.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -17,13 +18,13 @@ from torch import Tensor
 
 from lightning_mgwfbp.exchange import messages
 from lightning_mgwfbp.exchange.buckets import Bucket
-from lightning_mgwfbp.exchange.compressors.base import Compressor, Moment
-from lightning_mgwfbp.exchange.error_feedback import ErrorFeedback, own_or_folded
-from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchange, Exchanger, all_finite
+from lightning_mgwfbp.exchange.compressors.base import Compressor, Moment, Selection
+from lightning_mgwfbp.exchange.error_feedback import ErrorFeedback, own_or_mean
+from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchange, FeedbackExchanger
 from lightning_mgwfbp.exchange.transport import Pending, Transport
 
 
-class CompressedExchanger(Exchanger):
+class CompressedExchanger(FeedbackExchanger):
     """Averages what the ranks' compressors send.
 
     Args:
@@ -31,15 +32,14 @@ class CompressedExchanger(Exchanger):
         compressor: one with error feedback.
     """
 
-    keeps_a_rest = True
-
     def __init__(self, transport: Transport, compressor: Compressor) -> None:
         super().__init__(transport)
         self.compressor = compressor
         self._feedback = ErrorFeedback(compressor.momentum_correction)
         self._dense = DenseExchanger(transport)
         self._step = 0
-        self._begin()
+        self._clipping = 1.0
+        self._warn_of_no_effect()
 
     @property
     def needs_whole_gradient(self) -> bool:
@@ -55,46 +55,32 @@ class CompressedExchanger(Exchanger):
         """Clip the whole local gradient's norm to `local_clip_norm` * sqrt(1/P), before anything
         is accumulated (Deep Gradient Compression, section 3.2)."""
         limit = self.compressor.local_clip_norm
-        norms = [torch.linalg.vector_norm(g, dtype=_wide(g.dtype)).cpu() for g in gradients]
-        if limit is not None and norms:
-            norm = float(torch.linalg.vector_norm(torch.stack(norms))) / self._loss_scale()
+        assert limit is not None
+        norms = [torch.linalg.vector_norm(g, dtype=_wide(g.dtype)) for g in gradients]
+        if norms:
+            norm = float(torch.linalg.vector_norm(torch.stack(norms))) / self.loss_scale
             share = limit / math.sqrt(self.transport.world_size)
             self._clipping = share / norm if norm > share else 1.0
 
     def start(self, bucket: Bucket, *, key: str, density: float | None = None) -> Exchange:
+        self._started.append(bucket)
         is_whole = density == 1.0  # the plan says so; a compressor's own need not mean that
         if density is None:
             density = self.compressor.density_at(self.epoch, self._step)
-        self._started.append(bucket)
-        memory = self._feedback.of(bucket)
-        factor = self._clipping / self._loss_scale()
-        if is_whole or self._saves_nothing(bucket, density):
-            if not memory.is_empty:
-                everything = memory.accumulate(factor)
-                torch.mul(everything, self._loss_scale(), out=bucket.data)
-                # zero but for what a narrow bucket rounds
-                everything.sub_(bucket.data, alpha=1 / self._loss_scale())
-                memory.settle()
-            elif self._clipping != 1.0:
-                bucket.data.mul_(self._clipping)
-            return self._dense.start(bucket, key=key)
-        accumulated = memory.accumulate(factor)
-        body, others = accumulated.tensor_split([bucket.body_numel])
-        moment = Moment(self._step, density)
-        wire = self.compressor.encode(body, moment)
-        parts = (torch.cat((others, bucket.tail)), *wire)
-        self.compressor.leave_rest(body, wire, moment)
-        others.zero_()
-        if memory.next_velocity is not None:
-            # momentum factor masking: what was sent must not go on as a velocity as well
-            self.compressor.leave_rest(memory.next_velocity[: body.numel()], wire, moment)
-        memory.settle()
-        return self._send(bucket, parts, moment, key)
+        if is_whole or bucket.body_numel == 0 or self._saves_nothing(bucket.body_numel, density):
+            return self._start_whole(bucket, key)
+        return self._start_compressed(bucket, key, Moment(self._step, density))
 
     def conclude(self, others: Iterable[Tensor] = ()) -> None:
-        self._feedback.conclude(all_finite(*(b.data for b in self._started), *others))
+        super().conclude(others)
         self._step += 1
-        self._begin()
+        self._clipping = 1.0
+
+    def _commit(self) -> None:
+        self._feedback.conclude(True)
+
+    def _discard(self) -> None:
+        self._feedback.conclude(False)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step, **self._feedback.state_dict()}
@@ -103,30 +89,56 @@ class CompressedExchanger(Exchanger):
         self._step = states[0].get("step", 0)  # of another method
         rests = [{k: v for k, v in state.items() if k != "step"} for state in states]
         self._feedback.load_state_dict(
-            own_or_folded(rests, self.transport.rank, self.transport.world_size)
+            own_or_mean(rests, self.transport.rank, self.transport.world_size)
         )
 
-    def _begin(self) -> None:
-        self._started: list[Bucket] = []
-        self._scale: float | None = None
-        self._clipping = 1.0
-
-    def _loss_scale(self) -> float:
-        if self._scale is None:  # one for the whole step; on a GPU asking waits for the device
-            self._scale = self.gradient_scale()
-        return self._scale
-
-    def _saves_nothing(self, bucket: Bucket, density: float) -> bool:
-        """Whether an all-reduce of everything moves no more bytes than the wire form would."""
-        if bucket.body_numel == 0:
-            return True
-        itemsize = _wide(bucket.buffer.dtype).itemsize
-        wire = float(self.compressor.wire_nbytes(bucket.body_numel, itemsize, density))
-        dense = bucket.body_numel * bucket.buffer.itemsize
+    def _saves_nothing(self, numel: int, density: float) -> bool:
+        """Whether an all-reduce of `numel` float32 moves no more bytes than the wire form would."""
+        dense = numel * torch.float32.itemsize
+        wire = float(self.compressor.wire_nbytes(numel, torch.float32.itemsize, density))
         if self.compressor.collective == "all_reduce":
             return wire >= dense
         # a ring moves (P - 1) * wire for an all-gather, 2 * (P - 1) / P * dense for an all-reduce
         return wire >= 2 / self.transport.world_size * dense
+
+    def _warn_of_no_effect(self) -> None:
+        density, ranks = self.compressor.settled_density, self.transport.world_size
+        asks_for_all = isinstance(self.compressor, Selection) and density == 1.0
+        if self._saves_nothing(2**20, density) and not asks_for_all and self.transport.rank == 0:
+            warnings.warn(
+                f"`compressor={self.compressor!r}` has no effect on {ranks} ranks: its all-gather"
+                " would move as many bytes as an all-reduce of everything, which is done instead."
+                " Give a lower density, PowerSGD() or 'bf16'.",
+                stacklevel=2,
+            )
+
+    def _start_whole(self, bucket: Bucket, key: str) -> Exchange:
+        memory = self._feedback.of(bucket)
+        if memory.is_empty:
+            if self._clipping != 1.0:
+                bucket.data.mul_(self._clipping)
+        else:
+            everything = memory.accumulate(self._clipping / self.loss_scale)
+            torch.mul(everything, self.loss_scale, out=bucket.data)
+            # zero but for what a narrow bucket rounds
+            everything.sub_(bucket.data, alpha=1 / self.loss_scale)
+            memory.settle(is_flushed=bucket.data.dtype == everything.dtype)
+        return self._dense.start(bucket, key=key)
+
+    def _start_compressed(self, bucket: Bucket, key: str, moment: Moment) -> Exchange:
+        memory = self._feedback.of(bucket)
+        accumulated = memory.accumulate(self._clipping / self.loss_scale)
+        body, others = accumulated.tensor_split([bucket.body_numel])
+        wire = self.compressor.encode(body, moment)
+        parts = (torch.cat((others, bucket.tail)), *wire)
+        self.compressor.leave_residual(body, wire, moment)
+        others.zero_()
+        if memory.next_velocity is not None:
+            # momentum factor masking: what was sent must not go on as a velocity as well
+            assert isinstance(self.compressor, Selection)
+            self.compressor.mask(memory.next_velocity[: body.numel()], wire, moment)
+        memory.settle()
+        return self._send(bucket, parts, moment, key)
 
     def _send(
         self, bucket: Bucket, parts: tuple[Tensor, ...], moment: Moment, key: str
@@ -136,11 +148,11 @@ class CompressedExchanger(Exchanger):
         if self.compressor.collective == "all_reduce":
             numbers = message.view(parts[0].dtype).mul_(1.0 / world_size)
             pending = self.transport.all_reduce(numbers, key=key)
-            received, weight = message.unsqueeze(0), self._loss_scale()
+            received, weight = message.unsqueeze(0), self.loss_scale
         else:
             received = message.new_empty((world_size, message.numel()))
             pending = self.transport.all_gather(received, message, key=key)
-            weight = self._loss_scale() / world_size
+            weight = self.loss_scale / world_size
         unpack = partial(self._unpack, bucket, received, parts, moment, weight)
         return _CompressedExchange(pending, unpack)
 

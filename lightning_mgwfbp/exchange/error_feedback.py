@@ -70,6 +70,7 @@ class Memory:
         self.names = tuple(name for name, p in places if p.numel())
         self._momentum = momentum
         self._kinds: dict[str, TwoPhase] = {}
+        self._is_flushed = False
 
     @property
     def is_empty(self) -> bool:
@@ -99,16 +100,24 @@ class Memory:
         """The velocities that `accumulate` has added to, (numel,)."""
         return self._kind("velocity").next if self._momentum else None
 
-    def settle(self) -> None:
-        """Put back the rests of parameters that sat out."""
+    def settle(self, *, is_flushed: bool = False) -> None:
+        """Put back the residuals of parameters that sat out.
+
+        Args:
+            is_flushed: everything was sent; without momentum, nothing need be kept.
+        """
+        self._is_flushed = is_flushed and all(self._bucket.is_used_here) and not self._momentum
         for kind in self._kinds.values():
             for before, chunk in self._sitting_out(kind):
                 chunk.copy_(before)
 
     def conclude(self, is_right: bool) -> None:
-        """Make the rests since the last time the valid ones, or forget them."""
+        """Make the residuals since the last time the valid ones, or forget them."""
         for kind in self._kinds.values():
             kind.conclude(is_right)
+        if is_right and self._is_flushed:
+            self._kinds.clear()
+        self._is_flushed = False
 
     def named(self) -> dict[str, Named]:
         """Views of the valid rests, kind to parameter name to tensor of its shape."""
@@ -207,14 +216,16 @@ class ErrorFeedback:
         self.adopt(buckets)
 
     def _everything(self) -> dict[str, Named]:
-        everything = {kind: dict(rests) for kind, rests in self._absent.items()}
+        everything: dict[str, Named] = {"residual": {}}  # even where nothing is left behind
+        for kind, rests in self._absent.items():
+            everything.setdefault(kind, {}).update(rests)
         for memory in self._memories.values():
             for kind, rests in memory.named().items():
                 everything.setdefault(kind, {}).update(rests)
         return everything
 
 
-def own_or_folded(
+def own_or_mean(
     states: Sequence[Mapping[str, Any]], rank: int, world_size: int
 ) -> dict[str, Named]:
     """What rank `rank` takes over from a run of `len(states)` ranks.

@@ -1,4 +1,4 @@
-"""Bucket in, averaged bucket out, asynchronously. The only place that divides by world_size.
+"""Bucket in, averaged bucket out, asynchronously. Nobody above exchangers divides by world_size.
 
 The factor 1/P is applied before the sum, as DistributedDataParallel does: two ranks then get its
 bits, and a narrow wire format cannot overflow in the sum.
@@ -6,7 +6,6 @@ bits, and a narrow wire format cannot overflow in the sum.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -44,7 +43,7 @@ class Exchanger(ABC):
         self.transport = transport
 
     @property
-    def keeps_a_rest(self) -> bool:
+    def keeps_residuals(self) -> bool:
         """Whether not all of a gradient is sent: what was averaged before must not be again."""
         return False
 
@@ -120,12 +119,51 @@ class _DenseExchange:
             self._buffer.copy_(self._wire)
 
 
+class FeedbackExchanger(Exchanger):
+    """One that keeps residuals, in unscaled units and in two phases.
+
+    What a step leaves behind is written aside; `_commit` is called if its averages turn out to be
+    finite, else `_discard`.
+    """
+
+    keeps_residuals = True
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self._started: list[Bucket] = []
+        self._scale: float | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        """What this step's gradients are multiplied by."""
+        if self._scale is None:  # asked once for each step: on a GPU it waits for the device
+            self._scale = self.gradient_scale()
+        return self._scale
+
+    def conclude(self, others: Iterable[Tensor] = ()) -> None:
+        if all_finite(*(bucket.data for bucket in self._started), *others):
+            self._commit()
+        else:
+            self._discard()
+        self._started = []
+        self._scale = None
+
+    @abstractmethod
+    def _commit(self) -> None:
+        """Make valid what the step has left behind."""
+
+    @abstractmethod
+    def _discard(self) -> None:
+        """Forget it."""
+
+
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether no number in `tensors` is infinite or NaN. Waits for the device."""
+    """Whether no number in `tensors` is infinite or NaN. Waits for the device, once."""
     # least and greatest pass on NaN, and take one pass without a temporary
     numbers = [n for n in map(_stored, tensors) if n.numel()]
-    extremes = [extreme for n in numbers for extreme in torch.aminmax(n)]
-    return all(math.isfinite(extreme) for extreme in extremes)
+    extremes = [torch.stack(torch.aminmax(n)) for n in numbers]
+    finite = [torch.isfinite(e).all().to(extremes[0].device) for e in extremes]
+    return not finite or bool(torch.stack(finite).all())
 
 
 def _stored(tensor: Tensor) -> Tensor:

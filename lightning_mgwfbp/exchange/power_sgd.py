@@ -22,17 +22,17 @@ residuals of all completes the average. Where no rank has a gradient, they stay 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_mgwfbp.exchange.buckets import Bucket
-from lightning_mgwfbp.exchange.error_feedback import own_or_folded
-from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchange, Exchanger, all_finite
+from lightning_mgwfbp.exchange.error_feedback import own_or_mean
+from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchange, FeedbackExchanger
 from lightning_mgwfbp.exchange.transport import Transport
 
 
@@ -49,8 +49,6 @@ class PowerSGD:
         dense_below_numel: smaller parameters travel exactly, as do vectors, complex ones, and
             matrices whose factors would be no smaller than themselves.
     """
-
-    messages: ClassVar[int] = 2  # for each bucket, one after the other
 
     rank: int = 4
     dense_below_numel: int = 4096
@@ -72,13 +70,11 @@ class PowerSGD:
         return min(numel, (shape[0] + prod(shape[1:])) * self.rank)
 
 
-class PowerSGDExchanger(Exchanger):
+class PowerSGDExchanger(FeedbackExchanger):
     """Averages by PowerSGD; residual and Q of each parameter are kept by its name.
 
     Ranks orthonormalise the same bytes, each for itself: they need the same kind of device.
     """
-
-    keeps_a_rest = True
 
     def __init__(self, transport: Transport, method: PowerSGD) -> None:
         super().__init__(transport)
@@ -86,27 +82,18 @@ class PowerSGDExchanger(Exchanger):
         self._residuals: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
         self._half_sent: _FactoredExchange | None = None  # [Note: order]
-        self._begin()
-
-    def _begin(self) -> None:
-        self._started: list[Bucket] = []
         self._aside: dict[str, tuple[Tensor, Tensor]] = {}
-        self._scale: float | None = None
 
     def compresses(self, parameter: Tensor) -> bool:
         travels = self._method.wire_numel(parameter.shape)
         return travels < parameter.numel() and not parameter.is_complex()
 
     def start(self, bucket: Bucket, *, key: str, density: float | None = None) -> Exchange:
-        if self._scale is None:  # one for the whole step; on a GPU asking waits for the device
-            self._scale = self.gradient_scale()
         self._started.append(bucket)
         self.send_second()
         if not bucket.compressed:
             return DenseExchanger(self.transport).start(bucket, key=key)
-        if density == 1.0:
-            return _WholeExchange(self, bucket, self._scale, key)
-        self._half_sent = _FactoredExchange(self, bucket, self._scale, key)
+        self._half_sent = _FactoredExchange(self, bucket, self.loss_scale, key)
         return self._half_sent
 
     def send_second(self) -> None:
@@ -146,11 +133,13 @@ class PowerSGDExchanger(Exchanger):
             else:  # [Note: unused]
                 averages[i].zero_()
 
-    def conclude(self, others: Iterable[Tensor] = ()) -> None:
-        if all_finite(*(bucket.data for bucket in self._started), *others):
-            for name, left in self._aside.items():
-                self._residuals[name], self._factors[name] = left
-        self._begin()
+    def _commit(self) -> None:
+        for name, left in self._aside.items():
+            self._residuals[name], self._factors[name] = left
+        self._aside.clear()
+
+    def _discard(self) -> None:
+        self._aside.clear()
 
     def state_dict(self) -> dict[str, Any]:
         kept = {"residual": self._residuals, "factor": self._factors}
@@ -158,24 +147,8 @@ class PowerSGDExchanger(Exchanger):
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         kept = [{kind: state.get(kind, {}) for kind in ("residual", "factor")} for state in states]
-        own = own_or_folded(kept, self.transport.rank, self.transport.world_size)
+        own = own_or_mean(kept, self.transport.rank, self.transport.world_size)
         self._residuals, self._factors = own["residual"], own["factor"]
-
-
-class _WholeExchange:
-    """Sends all of M; only what does not fit the bucket's dtype stays behind."""
-
-    def __init__(self, owner: PowerSGDExchanger, bucket: Bucket, scale: float, key: str) -> None:
-        self._owner, self._bucket = owner, bucket
-        self._residuals, self._factors = owner.accumulate(bucket, scale)
-        gradients = _to_compress(bucket)
-        torch._foreach_copy_(gradients, torch._foreach_mul(self._residuals, scale))
-        torch._foreach_sub_(self._residuals, gradients, alpha=1 / scale)
-        self._sent = DenseExchanger(owner.transport).start(bucket, key=key)
-
-    def finish(self) -> None:
-        self._sent.finish()
-        self._owner.settle(self._bucket, self._residuals, self._factors)
 
 
 class _FactoredExchange:

@@ -12,8 +12,9 @@ from lightning_mgwfbp.exchange.transport import Pending
 
 T = TypeVar("T")
 
-# torch 2.13 deprecates the name that older ones know
+# torch 2.13 deprecates the names that older ones know
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class TorchTransport:
@@ -55,6 +56,10 @@ class TorchTransport:
     def all_gather(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
         return _all_gather_single(output.view(-1), buffer, group=self._group, async_op=True)
 
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
+        # over gloo this moves as many bytes as an all-reduce
+        return _reduce_scatter_single(output, buffer.view(-1), group=self._group, async_op=True)
+
     def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:
         return dist.broadcast(buffer, self._global(root), group=self._group, async_op=True)
 
@@ -63,10 +68,18 @@ class TorchTransport:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def gather_object(self, value: T, root: int, *, key: str) -> list[T] | None:
+        values: list[Any] | None = [None] * self.world_size if self.rank == root else None
+        dist.gather_object(value, values, self._global(root), group=self._group)
+        return values
+
     def broadcast_object(self, value: T, root: int, *, key: str) -> T:
         values = [value]
         dist.broadcast_object_list(values, self._global(root), group=self._group)
         return values[0]
+
+    def barrier(self, *, key: str) -> None:
+        dist.barrier(group=self._group)
 
     def _global(self, root: int) -> int:
         # the argument that takes a rank of the group itself is younger than torch 2.4

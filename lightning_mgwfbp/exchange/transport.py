@@ -2,7 +2,11 @@
 
 A transport sums and copies, nothing else: it knows neither gradients nor merge groups nor means.
 Every call names what it carries by a `key`: torch.distributed matches calls by their order, Horovod
-by their name, and with both kept right a program is right on either.
+by their name, and with both kept right a program is right on either. Of one kind of collective only
+one may be in flight under the same key.
+
+Ranks send equally much. Where they have unequally much, they must tell each other first, to know
+how much to receive, and may then as well pad (`exchange/rows.py`).
 """
 
 from __future__ import annotations
@@ -41,14 +45,24 @@ class Transport(Protocol):
     def all_gather(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
         """Start to fill `output`, (world_size, numel), with every rank's `buffer`, (numel,)."""
 
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
+        """Start to fill `output`, (numel,), with the sum over all ranks of this rank's row of
+        `buffer`, (world_size, numel)."""
+
     def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:
         """Start to replace `buffer`, of any shape, by rank `root`'s."""
 
     def all_gather_object(self, value: T, *, key: str) -> list[T]:
         """Return every rank's `value`, in the order of ranks. Picklable; for small values."""
 
+    def gather_object(self, value: T, root: int, *, key: str) -> list[T] | None:
+        """Return every rank's `value` on rank `root`, None elsewhere. Picklable, of any size."""
+
     def broadcast_object(self, value: T, root: int, *, key: str) -> T:
         """Return rank `root`'s `value`. Picklable; for small values."""
+
+    def barrier(self, *, key: str) -> None:
+        """Return once every rank has called it."""
 
     def close(self) -> None:
         """Give back what the transport opened."""
@@ -104,14 +118,7 @@ class LoopbackTransport:
         return cls.ring(1)[0]
 
     def all_reduce(self, buffer: Tensor, *, key: str) -> Pending:
-        def total(parts: list[Tensor]) -> Tensor:
-            result = parts[0].clone()
-            for part in parts[1:]:
-                result += part
-            return result
-
-        result = self._hub.meet(self.rank, key, buffer, total)
-        buffer.copy_(result)
+        buffer.copy_(self._hub.meet(self.rank, key, buffer, _total))
         return _Done()
 
     def all_gather(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
@@ -121,6 +128,10 @@ class LoopbackTransport:
         output.copy_(self._hub.meet(self.rank, key, buffer, gather))
         return _Done()
 
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
+        output.copy_(self._hub.meet(self.rank, key, buffer, _total)[self.rank])
+        return _Done()
+
     def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:
         buffer.copy_(self._hub.meet(self.rank, key, buffer, lambda parts: parts[root].clone()))
         return _Done()
@@ -128,9 +139,23 @@ class LoopbackTransport:
     def all_gather_object(self, value: T, *, key: str) -> list[T]:
         return list(self._hub.meet(self.rank, key, value, list))
 
+    def gather_object(self, value: T, root: int, *, key: str) -> list[T] | None:
+        values: list[T] = self._hub.meet(self.rank, key, value, list)
+        return values if self.rank == root else None
+
     def broadcast_object(self, value: T, root: int, *, key: str) -> T:
         result: T = self._hub.meet(self.rank, key, value, lambda parts: parts[root])
         return result
 
+    def barrier(self, *, key: str) -> None:
+        self._hub.meet(self.rank, key, None, list)
+
     def close(self) -> None:
         return
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    result = parts[0].clone()
+    for part in parts[1:]:
+        result += part
+    return result

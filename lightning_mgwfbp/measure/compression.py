@@ -66,7 +66,7 @@ def _time_once(
     begin = time.perf_counter()
     torch.add(gradient, gradient, out=buffer)
     wire = compressor.encode(buffer, moment)
-    compressor.leave_rest(buffer, wire, moment)
+    compressor.leave_residual(buffer, wire, moment)
     _wait_for(gradient)
     return time.perf_counter() - begin
 

@@ -21,6 +21,7 @@ from lightning_mgwfbp.plan.sparse_costs import (
     SortSelection,
     SparseCost,
     TopKPairs,
+    all_gather_like,
     all_gather_link,
     selected,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "Threshold",
     "Timeline",
     "TopKPairs",
+    "all_gather_like",
     "all_gather_link",
     "choose_densities",
     "fit_alpha_beta",

@@ -11,6 +11,8 @@ Less on one clock may cost more on the other, so each prefix keeps its Pareto fr
 where another is no later on either clock, since whatever follows could follow that one. A point
 goes too where no rest can end as early as a plan that is known. Such a plan comes from the same
 search with few points per prefix, a better one with more; the last search keeps all: it is exact.
+Where it would keep more than can be worked through in about a second (hundreds of layers of
+contrived sizes), the plan of the search before is taken; there it ended within 2e-5 of the exact.
 
 Nothing is assumed of s(.) and t(.). Of plans that end as early, it is not always one of the fewest
 groups that is found; but cuts that can go without a later end are undone, one after another.
@@ -30,10 +32,12 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 _WIDTHS = (4, 32, 256, None)  # most points per prefix, search by search
+_MOST_POINTS = 200_000  # of all prefixes together
 
 
 def pareto_groups(ready: FloatArray, offsets: FloatArray, cost: Cost) -> list[tuple[int, int]]:
-    """`[start, stop)` groups that end within `ROUNDING` of the earliest possible end.
+    """`[start, stop)` groups that end within `ROUNDING` of the earliest possible end, unless the
+    search is given up: see above.
 
     Shapes: `ready` (layers,) seconds; `offsets` (layers + 1,) or (layers + 1, d), the size of all
     gradients before. Memory grows with the square of the number of layers.
@@ -41,7 +45,10 @@ def pareto_groups(ready: FloatArray, offsets: FloatArray, cost: Cost) -> list[tu
     search = _Search(ready, *_seconds_of_groups(offsets, cost))
     latest = np.inf
     for width in _WIDTHS:
-        fronts = search.fronts(width, latest)
+        found = search.fronts(width, latest)
+        if found is None:
+            break
+        fronts = found
         latest = fronts[-1].link_free.min() * (1 + ROUNDING)
     return search.without_idle_cuts(_trace_back(fronts), latest)
 
@@ -87,9 +94,11 @@ class _Search:
     select: FloatArray  # (layers + 1, layers + 1)
     communicate: FloatArray  # (layers + 1, layers + 1)
 
-    def fronts(self, width: int | None, latest: float) -> list[_Front]:
-        """The front of every prefix, of points that may end by `latest`, thinned to `width`."""
+    def fronts(self, width: int | None, latest: float) -> list[_Front] | None:
+        """The front of every prefix, of points that may end by `latest`, thinned to `width`; None
+        if they have too many points."""
         fronts = [_BEGINNING]
+        points = 0
         least = np.full((2, len(self.select)), np.inf)  # each front's least selected and link_free
         least[:, 0] = 0.0
         deadlines = self._deadlines(latest)
@@ -98,6 +107,9 @@ class _Search:
             starts = np.flatnonzero(_in_time(*clocks, *deadlines[:, stop]))
             front = _thinned(self._front(fronts, starts, stop, deadlines[:, stop]), width)
             fronts.append(front)
+            points += len(front.selected)
+            if points > _MOST_POINTS:
+                return None
             if len(front.selected):
                 least[:, stop] = front.selected[0], front.link_free[-1]
         return fronts

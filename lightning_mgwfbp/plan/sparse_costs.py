@@ -17,7 +17,7 @@ from lightning_mgwfbp.plan.records import require_count, require_density, requir
 
 FloatArray = NDArray[np.float64]
 
-_MOST_INT32_INDEXED = 2**31
+MOST_INT32_INDEXED = 2**31
 
 
 @overload
@@ -42,6 +42,15 @@ def all_gather_link(alpha: float, beta: float, world_size: int) -> AlphaBeta:
     return AlphaBeta((world_size - 1) * alpha, (world_size - 1) * beta)
 
 
+def all_gather_like(all_reduce: AlphaBeta, world_size: int) -> AlphaBeta:
+    """The all-gather of a link whose all-reduces take `all_reduce`, both as rings.
+
+    2 (P - 1) hops of m / P bytes against P - 1 hops of m: half the start-ups, P / 2 times the
+    bytes.
+    """
+    return AlphaBeta(all_reduce.alpha / 2, all_reduce.beta * world_size / 2)
+
+
 @dataclass(frozen=True)
 class TopKPairs:
     """Bytes of `selected(numel, density)` values with their indices, of 8 bytes past 2^31."""
@@ -53,7 +62,7 @@ class TopKPairs:
 
     def __call__(self, numel: FloatArray, itemsize: FloatArray) -> FloatArray:
         """Arrays of one shape: elements to select from, and the bytes of one value."""
-        index_itemsize = np.where(numel > _MOST_INT32_INDEXED, 8, 4)
+        index_itemsize = np.where(numel > MOST_INT32_INDEXED, 8, 4)
         return selected(numel, self.density) * (itemsize + index_itemsize)
 
 

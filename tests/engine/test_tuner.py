@@ -1,8 +1,10 @@
 """A failure here is ranks that plan from different numbers, or by other numbers than measured."""
 
+from typing import Any
+
 import pytest
 import torch
-from loopback import on_ranks, record_keys
+from loopback import on_ranks, record_keys, recorded
 from torch import nn
 
 from lightning_mgwfbp.engine import tuner
@@ -78,7 +80,7 @@ def test_different_measurements_end_in_one_plan() -> None:
     assert own[0] != own[1]
 
     def agree(transport: LoopbackTransport) -> MergePlan:
-        return tuner.agree_on_plan(transport, everyone[transport.rank], Optimal(), cost)
+        return tuner.agree_on_plan(transport, everyone[transport.rank], Optimal(), cost, None)
 
     assert on_ranks(agree) == [own[0]] * 2
 
@@ -128,7 +130,9 @@ def test_exchange_cost_is_in_the_wire_format() -> None:
     link = AlphaBeta(0.0, 1.0)
     for compressor, nbytes in ((None, 4000), (Cast("bfloat16"), 2000)):
         carried = [torch.empty(1000)]
-        cost = tuner.exchange_cost(LoopbackTransport.solo(), carried, compressor, link, 1.0)
+        cost = tuner.exchange_cost(
+            LoopbackTransport.solo(), carried, compressor, link, 1.0, is_given=False
+        )
         assert float(cost.communicate(cost.sizes(profile)[0])) == nbytes
 
 
@@ -136,7 +140,7 @@ def test_agree_on_plan_keeps_the_planners_name() -> None:
     """What is printed and saved says nothing about where the plan comes from."""
     profile = ModelProfile("net", (LayerProfile("weight", 1, "float32", 0.0),), 0.0)
     plan = tuner.agree_on_plan(
-        LoopbackTransport.solo(), profile, Threshold(), DenseCost(AlphaBeta(0.0, 0.0))
+        LoopbackTransport.solo(), profile, Threshold(), DenseCost(AlphaBeta(0.0, 0.0)), None
     )
     assert plan.planner == "threshold"
 
@@ -150,15 +154,22 @@ def carried_by(profile: ModelProfile) -> list[torch.Tensor]:
     return [torch.empty(layer.numel) for layer in profile.layers]
 
 
+def cost_of_both(
+    transport: LoopbackTransport, compressor: Compressor, *, is_given: bool
+) -> CheaperCost:
+    cost = tuner.exchange_cost(
+        transport, carried_by(BOTH), compressor, AlphaBeta(0.5, 1.0), 0.0, is_given=is_given
+    )
+    assert isinstance(cost, CheaperCost)
+    return cost
+
+
 @pytest.mark.parametrize("compressor", [TopK(0.01), RandomK(0.01), Quantize8()], ids=repr)
 def test_a_compressor_is_costed_as_measured(compressor: Compressor) -> None:
     """Plans take no account of what is compressed, of small parameters, or of selection."""
 
     def measure(transport: LoopbackTransport) -> CheaperCost:
-        carried = carried_by(BOTH)
-        cost = tuner.exchange_cost(transport, carried, compressor, AlphaBeta(0.5, 1.0), 0.0)
-        assert isinstance(cost, CheaperCost)
-        return cost
+        return cost_of_both(transport, compressor, is_given=False)
 
     ours, theirs = on_ranks(measure)
     for cost in (ours, theirs):
@@ -176,6 +187,54 @@ def test_a_compressor_is_costed_as_measured(compressor: Compressor) -> None:
         assert float(cost.sparse.select(large)) == float(ours.sparse.select(large))
 
 
+@pytest.mark.parametrize("compressor", [TopK(0.01), RandomK(0.01), Quantize8()], ids=repr)
+def test_a_given_link_is_not_timed(compressor: Compressor) -> None:
+    """A network that is elsewhere is planned for by the one that is here."""
+
+    def give(transport: LoopbackTransport) -> AlphaBeta:
+        messages = recorded(transport)
+        cost = cost_of_both(transport, compressor, is_given=True)
+        assert messages == []
+        assert float(cost.sparse.select(cost.sparse.sizes(BOTH)[0])) > 0  # that is of this machine
+        return cost.sparse.link
+
+    gathered = compressor.collective == "all_gather"
+    # of an all-reduce's 2 * 3 hops of a quarter each, 3 of the whole
+    expected = AlphaBeta(0.25, 2.0) if gathered else AlphaBeta(0.5, 1.0)
+    assert on_ranks(give, world_size=4) == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("compressor", "nbytes", "density"),
+    [
+        (TopK("auto"), 8 * 100_010, 0.1),
+        (TopK("auto", density_floor=0.3), 8 * 100_010, 0.3),
+        (TopK(0.01), 8 * 1000, 0.01),
+    ],
+    ids=repr,
+)
+def test_what_the_plan_may_choose_is_timed(
+    compressor: Compressor, nbytes: int, density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An automatic density is planned by extrapolation from its floor."""
+    densities = set()
+    time_compression = tuner.time_compression
+
+    def recording(*args: Any, **options: Any) -> Any:
+        densities.add(options["density"])
+        return time_compression(*args, **options)
+
+    monkeypatch.setattr(tuner, "time_compression", recording)
+
+    def measure(transport: LoopbackTransport) -> int:
+        messages = recorded(transport)
+        cost_of_both(transport, compressor, is_given=False)
+        return max(sent for collective, _, sent in messages if collective == "all_gather")
+
+    assert on_ranks(measure) == [nbytes] * 2
+    assert densities == {density}
+
+
 def test_low_rank_is_costed_without_measuring() -> None:
     """PowerSGD is planned as if all travelled, or as one message."""
     layer = LayerProfile("matrix", 10_000, "float32", 0.0, (100, 100))
@@ -183,7 +242,7 @@ def test_low_rank_is_costed_without_measuring() -> None:
     solo = LoopbackTransport.solo()
     keys = record_keys(solo)
     cost = tuner.exchange_cost(
-        solo, carried_by(profile), PowerSGD(rank=2), AlphaBeta(3.0, 1.0), 0.0
+        solo, carried_by(profile), PowerSGD(rank=2), AlphaBeta(3.0, 1.0), 0.0, is_given=False
     )
     assert float(cost.communicate(cost.sizes(profile)[0])) == 2 * 3.0 + 4 * 2 * 200
     assert keys == []
@@ -207,7 +266,7 @@ def agreed(compressor: Compressor, seconds_per_byte: float) -> list[MergePlan]:
     cost = compressed_cost(compressor, seconds_per_byte)
     wfbp = resolve_planner("wfbp")
     assert not isinstance(wfbp, str)
-    return on_ranks(lambda t: tuner.agree_on_plan(t, profile, wfbp, cost))
+    return on_ranks(lambda t: tuner.agree_on_plan(t, profile, wfbp, cost, compressor))
 
 
 def test_the_plan_says_which_groups_go_whole() -> None:

@@ -231,6 +231,17 @@ def test_a_saved_plan_is_only_adapted_when_parameters_join() -> None:
     assert training.reducer.plan.names == NAMES[:1:-1] + NAMES[1::-1]
 
 
+def test_a_resumed_plan_wins_over_that_of_a_saved_profile() -> None:
+    """A resumed run goes on by another plan than it was stopped with."""
+    profile, saved = measured_profile(), plan_of(Layers(), 1, 4, 1)
+    training = alone(profile=profile, planner="single")
+    training.warmup.start()
+    assert training.reducer.plan.groups != saved.groups
+    training.warmup.resume(saved)
+    assert training.reducer.plan == saved
+    assert not training.warmup.running
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_resumed_plan_spares_the_warm_up(begun: bool) -> None:
     """A resumed run measures anew, and goes on by another plan than it was stopped with."""
@@ -250,12 +261,10 @@ def test_a_resumed_plan_spares_the_warm_up(begun: bool) -> None:
 def test_what_is_no_plan_for_this_run_is_not_resumed() -> None:
     """The plan of a checkpoint replaces the user's, or is taken for a model it does not fit."""
     given, saved = plan_of(Layers(), 6), plan_of(Layers(), 1, 4, 1)
-    for options in ({"planner": given}, {"profile": measured_profile()}):
-        training = alone(**options)
-        training.warmup.start()
-        before = training.reducer.plan
-        training.warmup.resume(saved)
-        assert training.reducer.plan == before
+    training = alone(planner=given)
+    training.warmup.start()
+    training.warmup.resume(saved)
+    assert training.reducer.plan == given
     training = alone()
     training.warmup.start()
     training.warmup.resume(MergePlan(NAMES[1:], ((0, 5),)))
@@ -266,7 +275,9 @@ def test_a_compressor_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each new plan times link and compressor again, seconds each time."""
     timed = []
     exchange_cost = tuner.exchange_cost
-    monkeypatch.setattr(tuner, "exchange_cost", lambda *a: timed.append(1) or exchange_cost(*a))
+    monkeypatch.setattr(
+        tuner, "exchange_cost", lambda *a, **o: timed.append(1) or exchange_cost(*a, **o)
+    )
     training = alone(warmup_steps=1, replan_every_n_steps=1, compressor="topk")
     training.warmup.start()
     plans = [t for t in training.steps(5) if t is not None]

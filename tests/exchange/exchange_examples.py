@@ -14,7 +14,7 @@ from lightning_mgwfbp.exchange.buckets import Bucket
 from lightning_mgwfbp.exchange.compressed import CompressedExchanger
 from lightning_mgwfbp.exchange.compressors import Compressor, Quantize8, RandomK, TopK
 from lightning_mgwfbp.exchange.exchangers import Exchanger
-from lightning_mgwfbp.exchange.transport import LoopbackTransport, Pending, Transport
+from lightning_mgwfbp.exchange.transport import Transport
 
 SHAPES = {"large": (50, 20), "filters": (4, 3, 3, 3), "bias": (7,), "scalar": (), "empty": (0, 4)}
 EXACT_BELOW = 50
@@ -89,21 +89,3 @@ class Run:
 
 def compressed_run(transport: Transport, compressor: Compressor, *options: Any) -> Run:
     return Run(CompressedExchanger(transport, compressor), *options)
-
-
-def recorded(transport: LoopbackTransport) -> list[tuple[str, str, int]]:
-    """A list that grows by (collective, key, nbytes) of each message of this rank."""
-    messages: list[tuple[str, str, int]] = []
-    reduce, gather = transport.all_reduce, transport.all_gather
-
-    def all_reduce(buffer: Tensor, *, key: str) -> Pending:
-        messages.append(("all_reduce", key, buffer.nbytes))
-        return reduce(buffer, key=key)
-
-    def all_gather(output: Tensor, buffer: Tensor, *, key: str) -> Pending:
-        messages.append(("all_gather", key, buffer.nbytes))
-        return gather(output, buffer, key=key)
-
-    transport.all_reduce = all_reduce  # type: ignore[method-assign]
-    transport.all_gather = all_gather  # type: ignore[method-assign]
-    return messages

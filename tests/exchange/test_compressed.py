@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,13 +17,12 @@ from exchange_examples import (
     Run,
     compressed_run,
     each,
-    recorded,
 )
-from loopback import on_ranks, same_bits
+from loopback import on_ranks, recorded, same_bits
 from ranks import run_ranks
 
 from lightning_mgwfbp.exchange.compressed import CompressedExchanger
-from lightning_mgwfbp.exchange.compressors import Compressor, RandomK, TopK
+from lightning_mgwfbp.exchange.compressors import Compressor, Quantize8, RandomK, TopK
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchanger
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import LoopbackTransport, Transport
@@ -82,7 +83,36 @@ def test_what_saves_nothing_travels_whole(world_size: int, density: float, colle
         run.step(0)
         return [collective for collective, _, _ in messages]
 
-    assert on_ranks(collectives, world_size=world_size) == [[collective]] * world_size
+    saves_nothing = collective == "all_reduce"
+    with pytest.warns(UserWarning, match="no effect") if saves_nothing else nullcontext():
+        assert on_ranks(collectives, world_size=world_size) == [[collective]] * world_size
+
+
+@pytest.mark.parametrize(
+    ("compressor", "world_size", "has_no_effect"),
+    [
+        (TopK(0.49), 2, False),
+        (TopK(0.5), 2, True),
+        (TopK(0.25), 3, False),
+        (TopK(0.25), 4, True),
+        (TopK(1.0), 2, False),  # everything was asked for
+        (RandomK(1.0), 2, False),
+        (RandomK(0.99), 8, False),  # is summed on the way
+        (TopK(0.01, density_schedule=[1.0]), 2, False),  # later
+        (Quantize8(), 4, False),
+        (Quantize8(), 8, True),
+    ],
+    ids=repr,
+)
+def test_what_never_compresses_is_said_once(
+    compressor: Compressor, world_size: int, has_no_effect: bool
+) -> None:
+    """A dense training is taken for a compressed one; or every rank says so, or without need."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        on_ranks(CompressedExchanger, compressor, world_size=world_size)
+    said = f"`compressor={compressor!r}` has no effect on {world_size} ranks: "
+    assert [str(w.message).startswith(said) for w in warned] == [True] * has_no_effect
 
 
 @each
@@ -184,7 +214,7 @@ def test_schedules_reach_the_messages(unit: Any) -> None:
                 run.step(2 * s)
             run.step(2 * s + 1)
             if s == 1:
-                assert not run.state["residual"]["large"].any()  # the whole phase has flushed
+                assert run.state["residual"] == {}  # the whole phase has flushed
         return [nbytes for _, _, nbytes in messages]
 
     per_step = [200 * 8 + 8, 1002 * 4, 50 * 8 + 8, 10 * 8 + 8, 10 * 8 + 8]

@@ -66,13 +66,13 @@ def decoded(compressor: Compressor, buffer: Tensor, moment: Moment) -> Tensor:
 def test_what_is_sent_and_the_rest_are_all_bit_for_bit(
     compressor: Compressor, dtype: torch.dtype, numel: int, seed: int, moment: Moment
 ) -> None:
-    """Gradients are lost or counted twice; encode changes the buffer, or leave_rest the wire."""
+    """Gradients are lost or counted twice; encode changes the buffer, or what is left the wire."""
     buffer = random_buffer(numel, seed, DECADES.get(compressor, (-30.0, 30.0)), dtype)  # type: ignore[call-overload]
     rest, total = buffer.clone(), torch.zeros_like(buffer)
     wire = compressor.encode(rest, moment)
     assert same_bits(rest, buffer)
     kept = [part.clone() for part in wire]
-    compressor.leave_rest(rest, wire, moment)
+    compressor.leave_residual(rest, wire, moment)
     assert all(map(same_bits, wire, kept))
     compressor.decode(wire, total, moment)
     assert torch.equal(total + rest, buffer)

@@ -13,7 +13,7 @@ from lightning_mgwfbp.exchange.error_feedback import (
     ErrorFeedback,
     Memory,
     TwoPhase,
-    own_or_folded,
+    own_or_mean,
 )
 
 SHAPES = {"weight": (3, 2), "filters": (2, 2, 2, 2), "bias": (3,), "scalar": ()}
@@ -105,6 +105,38 @@ def test_factor_and_momentum() -> None:
         memory.conclude(True)
     assert sums == [2.0, 5.0, 8.5]  # velocities 2, 3, 3.5
     assert memory.named()["velocity"]["bias"].tolist() == [3.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("momentum", "used", "is_flushed", "is_right", "is_kept"),
+    [
+        (0.0, True, True, True, False),
+        (0.5, True, True, True, True),  # a velocity goes on
+        (0.0, False, True, True, True),
+        (0.0, True, False, True, True),
+        (0.0, True, True, False, True),
+    ],
+)
+def test_memory_is_given_back_once_all_is_sent(
+    momentum: float, used: bool, is_flushed: bool, is_right: bool, is_kept: bool
+) -> None:
+    """Twice a model's memory stays for zeros; or it is given back while something is owed."""
+    bucket = bucket_of("bias")
+    feedback = ErrorFeedback(momentum)
+    feedback.adopt([bucket])
+    pack(bucket, 3.0)
+    leave(feedback, bucket)
+    pack(bucket, 4.0, used=[used])
+    feedback.of(bucket).accumulate(1.0).zero_()  # all is sent
+    feedback.of(bucket).settle(is_flushed=is_flushed)
+    assert residual(feedback) == {"bias": [3.0] * 3}
+    feedback.conclude(is_right)
+    left = 0.0 if used and is_right else 3.0
+    assert residual(feedback) == ({"bias": [left] * 3} if is_kept else {})
+    assert feedback.of(bucket).is_empty == (not is_kept)
+    pack(bucket, 1.0)
+    leave(feedback, bucket)  # the next is not taken for one that is flushed
+    assert residual(feedback)["bias"] != [0.0] * 3
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
@@ -219,14 +251,14 @@ def states(*values: float) -> list[dict[str, dict[str, Tensor]]]:
     return [{"residual": {"bias": torch.full((3,), v)}} for v in values]
 
 
-def test_own_or_folded() -> None:
+def test_own_or_mean() -> None:
     """Another number of ranks takes over more, or less, than was left."""
     given = states(1.0, 2.0, 6.0)
-    assert own_or_folded(given, 1, 3)["residual"]["bias"].tolist() == [2.0] * 3
+    assert own_or_mean(given, 1, 3)["residual"]["bias"].tolist() == [2.0] * 3
     for world_size in (1, 2, 4):
         for rank in range(world_size):
-            folded = own_or_folded(given, rank, world_size)["residual"]["bias"]
+            folded = own_or_mean(given, rank, world_size)["residual"]["bias"]
             torch.testing.assert_close(folded, torch.full((3,), 3.0))
     missing = [*states(4.0), {}]
-    assert own_or_folded(missing, 0, 1)["residual"]["bias"].tolist() == [2.0] * 3
+    assert own_or_mean(missing, 0, 1)["residual"]["bias"].tolist() == [2.0] * 3
     assert given[0]["residual"]["bias"].tolist() == [1.0] * 3

@@ -65,13 +65,12 @@ def exchange(
     buckets: Sequence[Bucket],
     given: Gradients,
     others: Sequence[Tensor] = (),
-    density: float | None = None,
 ) -> dict[str, Tensor]:
     exchanges = []
     for number, bucket in enumerate(buckets):
         mine = [given[name] for name in bucket.names]
         bucket.pack(mine, [g is not None for g in mine])
-        exchanges.append(exchanger.start(bucket, key=f"bucket {number}", density=density))
+        exchanges.append(exchanger.start(bucket, key=f"bucket {number}"))
     averages = {}
     for bucket, on_its_way in zip(buckets, exchanges, strict=True):
         on_its_way.finish()
@@ -249,7 +248,7 @@ def test_a_matrix_of_zeros_does_not_silence_a_parameter() -> None:
 
 def beside_dense(transport: LoopbackTransport) -> bool:
     exchanger, dense = PowerSGDExchanger(transport, METHOD), DenseExchanger(transport)
-    assert exchanger.keeps_a_rest
+    assert exchanger.keeps_residuals
     same = True
     for groups in GROUPINGS:
         given = gradients(3, transport.rank)
@@ -302,43 +301,21 @@ def test_a_parameter_that_one_rank_does_not_use() -> None:
         assert float((average - expected).norm() / expected.norm()) < 0.1
 
 
-def unused(transport: LoopbackTransport, density: float | None) -> list[bool]:
+def unused(transport: LoopbackTransport) -> list[bool]:
     exchanger = PowerSGDExchanger(transport, METHOD)
     buckets = buckets_of(exchanger, GROUPINGS[1])
     exchange(exchanger, buckets, gradients(0, transport.rank))
     before = exchanger.state_dict()
     given = {**gradients(1, transport.rank), "linear": None}
-    averages = exchange(exchanger, buckets, given, density=density)
+    averages = exchange(exchanger, buckets, given)
     after = exchanger.state_dict()
     kept = [same_bits(before[kind]["linear"], after[kind]["linear"]) for kind in before]
     return [not averages["linear"].any(), *kept, not same_state(before, after)]
 
 
-@pytest.mark.parametrize("density", [None, 1.0])
-def test_a_parameter_that_no_rank_uses(density: float | None) -> None:
+def test_a_parameter_that_no_rank_uses() -> None:
     """Its residual is sent to nobody."""
-    assert on_ranks(unused, density) == [[True] * 4] * 2
-
-
-def whole(transport: LoopbackTransport, dtype: torch.dtype) -> list[Any]:
-    exchanger = PowerSGDExchanger(transport, METHOD)
-    buckets = buckets_of(exchanger, GROUPINGS[1], dtype)
-    exchange(exchanger, buckets, gradients(0, transport.rank, dtype))
-    before, given = exchanger.state_dict(), gradients(1, transport.rank, dtype)
-    averages = exchange(exchanger, buckets, given, density=1.0)
-    rest = exchanger.state_dict()["residual"]["linear"]
-    return [given["linear"] + before["residual"]["linear"], averages["linear"], rest]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_the_plan_sends_whole_takes_the_residual_along(dtype: torch.dtype) -> None:
-    """A group that the planner found cheaper dense: its residual is forgotten or sent twice."""
-    originals, averages, rests = zip(*on_ranks(whole, dtype), strict=True)
-    assert bool(torch.stack(rests).any()) == (dtype == torch.bfloat16)
-    sent = torch.stack(originals) - torch.stack(rests)
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(averages[0].float(), sent.mean(0), rtol=eps, atol=4 * eps)
-    assert same_bits(*averages)
+    assert on_ranks(unused) == [[True] * 4] * 2
 
 
 def five_steps(transport: LoopbackTransport, scale: float) -> tuple[dict[str, Tensor], Any, int]:
@@ -353,7 +330,7 @@ def five_steps(transport: LoopbackTransport, scale: float) -> tuple[dict[str, Te
     buckets = buckets_of(exchanger, GROUPINGS[0])
     for step in range(5):
         given = {n: g * scale for n, g in gradients(step, transport.rank).items()}  # type: ignore[operator]
-        averages = exchange(exchanger, buckets, given, density=1.0 if step == 2 else None)
+        averages = exchange(exchanger, buckets, given)
     return (
         {n: average / scale for n, average in averages.items()},
         exchanger.state_dict(),

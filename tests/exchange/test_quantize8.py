@@ -39,7 +39,7 @@ def test_quantizing_is_exact_at_the_ends_of_the_range(
     wire = compressor.encode(buffer, moment)
     total, rest = torch.zeros_like(buffer), buffer.clone()
     compressor.decode(wire, total, moment)
-    compressor.leave_rest(rest, wire, moment)
+    compressor.leave_residual(rest, wire, moment)
     assert torch.equal(total + rest, buffer)
     for part, left in zip(buffer.split(64), rest.split(64), strict=True):
         unit = max(part.abs().max().item() / 64, torch.finfo(dtype).smallest_normal)

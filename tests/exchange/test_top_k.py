@@ -23,15 +23,15 @@ def test_top_k_sends_the_largest_and_sets_them_to_zero() -> None:
     wire = TopK().encode(buffer, moment)
     assert sorted(zip(wire[1].tolist(), wire[0].tolist(), strict=True)) == [(1, -5.0), (3, 3.0)]
     velocity = torch.arange(1.0, 6.0)
-    TopK().leave_rest(velocity, wire, moment)
+    TopK().mask(velocity, wire, moment)
     assert velocity.tolist() == [1.0, 0.0, 3.0, 0.0, 5.0]
 
 
 def test_indices_are_as_narrow_as_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the bytes, or positions that wrap around."""
-    monkeypatch.setattr(top_k, "_MOST_INT32_INDEXED", 9)
+    monkeypatch.setattr(top_k, "MOST_INT32_INDEXED", 9)
     assert TopK().encode(torch.ones(9), Moment())[1].dtype == torch.int32
-    monkeypatch.setattr(top_k, "_MOST_INT32_INDEXED", 8)
+    monkeypatch.setattr(top_k, "MOST_INT32_INDEXED", 8)
     assert TopK().encode(torch.ones(9), Moment())[1].dtype == torch.int64
 
 

@@ -46,9 +46,9 @@ def slow(clock: Clock, rank: int = 0, calls: list[tuple[int, float]] | None = No
                 calls.append((buffer.numel(), moment.density))
             return super().encode(buffer, moment)
 
-        def leave_rest(self, buffer: Tensor, wire: Wire, moment: Moment) -> None:
+        def leave_residual(self, buffer: Tensor, wire: Wire, moment: Moment) -> None:
             clock.now += 1.0 * buffer.numel() * (1 + rank)
-            super().leave_rest(buffer, wire, moment)
+            super().leave_residual(buffer, wire, moment)
 
     return Slow(0.5)
 

@@ -1,6 +1,6 @@
 """Stateless compressors: what travels in the place of a merge group's gradients."""
 
-from lightning_mgwfbp.exchange.compressors.base import Compressor, Moment, Wire
+from lightning_mgwfbp.exchange.compressors.base import Compressor, Moment, Selection, Wire
 from lightning_mgwfbp.exchange.compressors.cast import Cast
 from lightning_mgwfbp.exchange.compressors.quantize8 import Quantize8
 from lightning_mgwfbp.exchange.compressors.random_k import RandomK
@@ -14,4 +14,14 @@ COMPRESSORS: dict[str, Compressor] = {
     "int8": Quantize8(),
 }
 
-__all__ = ["COMPRESSORS", "Cast", "Compressor", "Moment", "Quantize8", "RandomK", "TopK", "Wire"]
+__all__ = [
+    "COMPRESSORS",
+    "Cast",
+    "Compressor",
+    "Moment",
+    "Quantize8",
+    "RandomK",
+    "Selection",
+    "TopK",
+    "Wire",
+]

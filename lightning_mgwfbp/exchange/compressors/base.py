@@ -41,8 +41,6 @@ class Compressor(ABC):
     collective: ClassVar[Literal["all_reduce", "all_gather"]] = "all_gather"
     """all_reduce where wires can be summed as they are: then it is one tensor, of the buffer's
     dtype, with the same positions on all ranks."""
-    error_feedback: ClassVar[bool] = True
-    """Whether what is left behind is sent later."""
 
     # Fields of those that offer them:
     momentum_correction: float = 0.0
@@ -53,7 +51,7 @@ class Compressor(ABC):
     def encode(self, buffer: Tensor, moment: Moment) -> Wire:
         """Return what travels for `buffer`, (numel,); shapes and dtypes are the same on all ranks.
 
-        Must not change `buffer`, nor return views of it that `leave_rest` would.
+        Must not change `buffer`, nor return views of it that `leave_residual` would.
         """
 
     @abstractmethod
@@ -66,7 +64,7 @@ class Compressor(ABC):
     ) -> NDArray[np.float64]:
         """Bytes that travel for `numel` elements of `itemsize` bytes (numbers or arrays)."""
 
-    def leave_rest(self, buffer: Tensor, wire: Wire, moment: Moment) -> None:
+    def leave_residual(self, buffer: Tensor, wire: Wire, moment: Moment) -> None:
         """Take what `wire` carries out of `buffer`, (numel,), which was encoded to it."""
         self.decode(wire, buffer, moment, weight=-1.0)
 
@@ -83,3 +81,14 @@ class Compressor(ABC):
     def density_at(self, epoch: int, step: int) -> float:
         """The fraction of elements that travels then."""
         return 1.0
+
+
+class Selection(Compressor):
+    """Sends some elements exactly, and nothing of the others."""
+
+    @abstractmethod
+    def mask(self, buffer: Tensor, wire: Wire, moment: Moment) -> None:
+        """Set any `buffer`, (numel,), to zero at the positions that `wire` carries."""
+
+    def leave_residual(self, buffer: Tensor, wire: Wire, moment: Moment) -> None:
+        self.mask(buffer, wire, moment)

@@ -24,7 +24,6 @@ class Cast(Compressor):
     """
 
     collective: ClassVar[Literal["all_reduce", "all_gather"]] = "all_reduce"
-    error_feedback: ClassVar[bool] = False
 
     dtype: Literal["float16", "bfloat16"]
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from lightning_mgwfbp.exchange.compressors.base import Compressor, Moment, Wire
+from lightning_mgwfbp.exchange.compressors.base import Moment, Selection, Wire
 from lightning_mgwfbp.exchange.compressors.schedule import (
     Schedule,
     Unit,
@@ -23,7 +23,7 @@ from lightning_mgwfbp.plan.records import require_count
 
 
 @dataclass(frozen=True)
-class RandomK(Compressor):
+class RandomK(Selection):
     """Send k = max(1, round(density * numel)) elements at positions that all ranks draw alike.
 
     So only values travel, and they are summed on the way. They are not multiplied by 1 / density:
@@ -86,8 +86,7 @@ class RandomK(Compressor):
     def decode(self, wire: Wire, total: Tensor, moment: Moment, weight: float = 1.0) -> None:
         total.index_add_(0, self._positions_in(total, moment), wire[0], alpha=weight)
 
-    def leave_rest(self, buffer: Tensor, wire: Wire, moment: Moment) -> None:
-        """Set `buffer`, (numel,), to zero at the positions that travelled."""
+    def mask(self, buffer: Tensor, wire: Wire, moment: Moment) -> None:
         buffer.index_fill_(0, self._positions_in(buffer, moment), 0)
 
     def wire_nbytes(

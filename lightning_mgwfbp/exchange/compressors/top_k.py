@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from lightning_mgwfbp.exchange.compressors.base import Compressor, Moment, Wire
+from lightning_mgwfbp.exchange.compressors.base import Moment, Selection, Wire
 from lightning_mgwfbp.exchange.compressors.schedule import (
     Schedule,
     Unit,
@@ -21,15 +21,14 @@ from lightning_mgwfbp.exchange.compressors.schedule import (
     scheduled_density,
 )
 from lightning_mgwfbp.exchange.compressors.selection import SELECTIONS
-from lightning_mgwfbp.plan import TopKPairs, selected
 from lightning_mgwfbp.plan.records import require_count
+from lightning_mgwfbp.plan.sparse_costs import MOST_INT32_INDEXED, TopKPairs, selected
 
 _DENSITY_FLOOR = 0.001
-_MOST_INT32_INDEXED = 2**31
 
 
 @dataclass(frozen=True)
-class TopK(Compressor):
+class TopK(Selection):
     """Send the k = max(1, round(density * numel)) elements of largest magnitude.
 
     Deep Gradient Compression (Lin et al., ICLR'18), whose momentum correction, local clipping and
@@ -131,18 +130,14 @@ class TopK(Compressor):
         """Return values, (k,), and their positions, (k,)."""
         k = selected(buffer.numel(), moment.density)
         indices = SELECTIONS[self.selection](buffer, k)
-        fits = buffer.numel() <= _MOST_INT32_INDEXED
+        fits = buffer.numel() <= MOST_INT32_INDEXED
         return buffer[indices], indices.to(torch.int32 if fits else torch.int64)
 
     def decode(self, wire: Wire, total: Tensor, moment: Moment, weight: float = 1.0) -> None:
         values, indices = wire
         total.index_add_(0, indices, values, alpha=weight)
 
-    def leave_rest(self, buffer: Tensor, wire: Wire, moment: Moment) -> None:
-        """Set `buffer`, (numel,), to zero at the positions that `wire` carries.
-
-        Needs no values, so any buffer may be given: a velocity loses what was sent this way.
-        """
+    def mask(self, buffer: Tensor, wire: Wire, moment: Moment) -> None:
         _, indices = wire
         buffer.index_fill_(0, indices.long(), 0)
 
