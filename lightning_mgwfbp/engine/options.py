@@ -116,8 +116,8 @@ def require_no_momentum(method: ExchangeMethod | None, optimizer: Optimizer) -> 
         got, why = f"SGD(momentum={own})", "it would count twice"
     raise ValueError(
         f"`{type(method).__name__}(momentum_correction={momentum})` needs"
-        f" torch.optim.SGD(momentum=0), got {got}: {why}. Leave momentum_correction out, or the"
-        " optimizer's momentum."
+        f" torch.optim.SGD(momentum=0), got {got}: {why}. Give that, or leave"
+        " momentum_correction out."
     )
 
 

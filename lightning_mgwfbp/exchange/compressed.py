@@ -108,7 +108,7 @@ class CompressedExchanger(FeedbackExchanger):
             warnings.warn(
                 f"`compressor={self.compressor!r}` has no effect on {ranks} ranks: its all-gather"
                 " would move as many bytes as an all-reduce of everything, which is done instead."
-                " Give a lower density, PowerSGD() or 'bf16'.",
+                " Give PowerSGD() or 'bf16', or a lower density.",
                 stacklevel=2,
             )
 
