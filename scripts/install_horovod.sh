@@ -56,10 +56,13 @@ options = hashlib.sha256(sys.argv[2].encode()).hexdigest()[:8]
 print(f"torch{sys.argv[1]}-py{platform.python_version()}-{platform.machine()}-{options}")
 PY
 )
-kept="${XDG_CACHE_HOME:-$HOME/.cache}/lightning-mgwfbp/horovod-$version-$tag"
+cache="${XDG_CACHE_HOME:-$HOME/.cache}/lightning-mgwfbp"
+kept="$cache/horovod-$version-$tag"
 
-if [[ "${1:-}" == --rebuild || ! -e "$kept"/*.whl ]]; then
-  work=$(mktemp -d)
+if [[ "${1:-}" == --rebuild || ! -d "$kept" ]]; then
+  # Beside the place where the wheel is kept: it gets there by being renamed, whole or not at all.
+  mkdir -p "$cache"
+  work=$(mktemp -d "$cache/build.XXXXXX")
   trap 'rm -rf "$work"' EXIT
   real=$(command -v "$compiler")
   cat >"$work/c++" <<SH
@@ -73,7 +76,6 @@ exec "$real" "\$@"
 SH
   chmod +x "$work/c++"
   say "Building Horovod $version for torch $torch (two or three minutes); log: $kept.log"
-  mkdir -p "$(dirname "$kept")"
   # Its setup needs torch itself, thus no isolation, and pkg_resources, thus an older setuptools.
   # Those go into a folder of their own, since the environment's must not change.
   "$python" -m pip install --quiet --disable-pip-version-check --target "$work/tools" \
@@ -83,14 +85,22 @@ SH
     --no-cache-dir --wheel-dir "$work/wheel" "horovod==$version" >"$kept.log" 2>&1; then
     grep -iE 'error|not found' "$kept.log" | head -20 >&2 || true
     fail "the build failed; the whole log is $kept.log. Usual reasons: a compiler older than
-  torch's, NCCL or MPI asked for (HOROVOD_GPU_OPERATIONS, HOROVOD_WITH_MPI) but not found
-  (HOROVOD_NCCL_HOME, mpicxx on the path), too little memory (MAKEFLAGS=-j1)"
+  torch's, a torch with CUDA but no CUDA toolkit (HOROVOD_CUDA_HOME), NCCL or MPI asked for
+  (HOROVOD_GPU_OPERATIONS, HOROVOD_WITH_MPI) but not found (HOROVOD_NCCL_HOME, mpicxx on the
+  path), too little memory (MAKEFLAGS=-j1)"
   fi
   rm -rf "$kept"
   mv "$work/wheel" "$kept"
 fi
 
-say "Installing $(basename "$kept"/*.whl)"
-"$python" -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps "$kept"/*.whl
-"$python" -m pip install --quiet --disable-pip-version-check cloudpickle psutil pyyaml packaging
-"$python" -c 'import horovod.torch as hvd; print("==> Horovod works: gloo", hvd.gloo_built(), "mpi", hvd.mpi_built(), "nccl", bool(hvd.nccl_built()))'
+wheels=("$kept"/*.whl)
+say "Installing $(basename "${wheels[0]}")"
+pip_install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+# What it requires, first: pip warns of a wheel whose requirements are not there.
+pip_install cloudpickle psutil pyyaml packaging 'cffi>=1.4.0'
+pip_install --force-reinstall --no-deps "${wheels[0]}"
+"$python" - <<'PY'
+import horovod.torch as hvd
+built = {"gloo": hvd.gloo_built(), "MPI": hvd.mpi_built(), "NCCL": hvd.nccl_built()}
+print("==> Horovod works, with", ", ".join(name for name, there in built.items() if there))
+PY

@@ -1,5 +1,26 @@
 """Puts this folder on the import path of every test, and keeps the tests off each other's cores."""
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "horovod: runs real Horovod processes")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs Horovod only where it cannot be imported, and say why."""
+    if why := _why_no_horovod():
+        for item in items:
+            if item.get_closest_marker("horovod"):
+                item.add_marker(pytest.mark.skip(reason=why))
+
+
+def _why_no_horovod() -> str:
+    try:
+        import horovod.torch  # noqa: F401, PLC0415
+    except ImportError as error:
+        return f"scripts/install_horovod.sh has not installed Horovod: {error}"
+    return ""

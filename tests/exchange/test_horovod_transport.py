@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from horovod_ranks import on_horovod_ranks
+from processes import run
 from ranks import run_ranks
 
 from lightning_mgwfbp.exchange.horovod_rendezvous import (
@@ -25,7 +26,7 @@ from lightning_mgwfbp.exchange.horovod_rendezvous import (
     start_horovod,
     stop_horovod,
 )
-from lightning_mgwfbp.exchange.horovod_transport import HorovodTransport
+from lightning_mgwfbp.exchange.horovod_transport import HorovodTransport, _warn_of_bfloat16
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import LoopbackTransport
 from lightning_mgwfbp.measure.collectives import time_all_gather, time_all_reduce
@@ -37,7 +38,8 @@ def test_the_package_imports_without_horovod() -> None:
         "import sys, lightning_mgwfbp, lightning_mgwfbp.exchange.horovod_transport\n"
         "assert not [m for m in sys.modules if m.split('.')[0] == 'horovod']"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    ended = run([sys.executable, "-c", program])
+    assert ended.code == 0, ended.output
 
 
 @pytest.mark.parametrize("use", [HorovodTransport, lambda: start_horovod(LoopbackTransport.solo())])
@@ -96,20 +98,55 @@ def test_it_starts_and_stops_as_often_as_one_likes() -> None:
 @pytest.mark.horovod
 def test_with_a_cycle_time_it_stays() -> None:
     """Horovod's segmentation fault at a second start."""
-    run = subprocess.run(
-        [sys.executable, "-c", _KEPT_ALONE], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert run.stdout.split() == ["True", "False"]
+    ended = run([sys.executable, "-c", _STARTED_TWICE])
+    assert ended.code == 0, ended.output
+    assert "STARTED True\nSTARTED False" in ended.output
 
 
-_KEPT_ALONE = """
+_STARTED_TWICE = """
 import os
 os.environ["HOROVOD_CYCLE_TIME"] = "2"
 from lightning_mgwfbp.exchange.horovod_rendezvous import start_horovod, stop_horovod
 from lightning_mgwfbp.exchange.transport import LoopbackTransport
 for _ in range(2):
-    print(start_horovod(LoopbackTransport.solo()))
+    print("STARTED", start_horovod(LoopbackTransport.solo()))
     stop_horovod()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.horovod
+def test_under_horovodrun_it_takes_horovodruns_ranks() -> None:
+    """A second rendezvous beside the one that horovodrun has made."""
+    horovodrun = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2"]
+    ended = run([*horovodrun, sys.executable, "-c", _LAUNCHED], MASTER_ADDR="127.0.0.1")
+    assert ended.code == 0, ended.output
+    assert ended.output.count("RESULT 2.0") == 2
+
+
+@pytest.mark.horovod
+def test_mpirun_needs_a_horovod_that_knows_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every process trains alone, as rank 0 of 1."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setattr(load_horovod(), "mpi_built", lambda: False)
+    with pytest.raises(RuntimeError, match="HOROVOD_WITH_MPI=1"):
+        start_horovod(LoopbackTransport.solo())
+
+
+_LAUNCHED = """
+import os, torch
+import torch.distributed as dist
+from lightning_mgwfbp.exchange.horovod_rendezvous import start_horovod, stop_horovod
+from lightning_mgwfbp.exchange.horovod_transport import HorovodTransport
+from lightning_mgwfbp.exchange.torch_transport import TorchTransport
+rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+dist.init_process_group("gloo", rank=rank, world_size=size)
+start_horovod(TorchTransport.world())
+total = torch.ones(1)
+HorovodTransport().all_reduce(total, key="total").wait()
+print("RESULT", total.item())
+stop_horovod()
+dist.destroy_process_group()
 """
 
 
@@ -217,6 +254,7 @@ def test_a_killed_rank_ends_the_others() -> None:
 
 
 def _narrow(transport: HorovodTransport) -> list[str]:
+    _warn_of_bfloat16.cache_clear()  # this process may have said it in an earlier test
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for i in range(2):
@@ -228,8 +266,8 @@ def _narrow(transport: HorovodTransport) -> list[str]:
 def test_bfloat16_is_warned_of_once() -> None:
     """Twice the bytes unsaid, or said at every step."""
     for messages in on_horovod_ranks(_narrow):
-        assert len(messages) <= 1  # none where this process has said it in an earlier test
-        assert all("float32" in m for m in messages)
+        assert len(messages) == 1
+        assert "float32" in messages[0]
 
 
 def _timed(transport: HorovodTransport) -> list[Any]:

@@ -1,10 +1,12 @@
 """A failure here is a transport that breaks the contract which everything above it relies on."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from horovod_ranks import on_horovod_ranks
 from loopback import on_ranks, same_bits
 from ranks import run_ranks
 
@@ -28,7 +30,15 @@ def gloo(check: Callable[[Transport], Any]) -> list[Any]:
     return run_ranks(_over_gloo, check)
 
 
-over_each = pytest.mark.parametrize("run", [loopback, gloo], ids=lambda run: run.__name__)
+def horovod(check: Callable[[Transport], Any]) -> list[Any]:
+    return on_horovod_ranks(check)
+
+
+over_each = pytest.mark.parametrize(
+    "run",
+    [loopback, gloo, pytest.param(horovod, marks=pytest.mark.horovod)],
+    ids=lambda run: run.__name__,
+)
 Run = Callable[[Callable[[Transport], Any]], list[Any]]
 
 
@@ -40,6 +50,9 @@ def sums(transport: Transport) -> list[Any]:
         torch.tensor(5 * transport.rank),
         torch.full((4,), 0.5, dtype=torch.bfloat16),
         torch.full((4,), 200 * transport.rank, dtype=torch.uint8),
+        torch.full((2, 1), 0.25 + transport.rank, dtype=torch.float16),
+        torch.full((2,), 2**30, dtype=torch.int32) - transport.rank,
+        torch.empty(0),
     ]
     pending = [transport.all_reduce(b, key=f"{i}") for i, b in enumerate(buffers)]
     for p in pending:
@@ -47,17 +60,22 @@ def sums(transport: Transport) -> list[Any]:
     return [transport.rank, *(b.tolist() for b in buffers)]
 
 
+bfloat16_is_known = pytest.mark.filterwarnings("ignore:Horovod cannot sum bfloat16")
+
+
 @over_each
+@bfloat16_is_known
 def test_all_reduce_sums_in_place(run: Run) -> None:
     """Sums of any shape and dtype, several in flight."""
     expected = [[3.0] * 3, [[3.0] * 2] * 2, 5, [1.0] * 4, [200] * 4]
+    expected += [[[1.5]] * 2, [2**31 - 1] * 2, []]
     assert run(sums) == [[0, *expected], [1, *expected]]
 
 
 def gathers(transport: Transport) -> list[torch.Tensor]:
     received = []
     pending = []
-    for dtype in (torch.float32, torch.uint8, torch.int64):
+    for dtype in (torch.float32, torch.uint8, torch.int64, torch.bfloat16):
         mine = torch.arange(3, dtype=dtype) + 10 * transport.rank
         received.append(torch.empty((transport.world_size, 3), dtype=dtype))
         pending.append(transport.all_gather(received[-1], mine, key=f"gather {dtype}"))
@@ -72,6 +90,40 @@ def test_all_gather_keeps_the_order_of_ranks(run: Run) -> None:
     for received in run(gathers):
         for rows in received:
             assert rows.tolist() == [[0, 1, 2], [10, 11, 12]]
+
+
+def halves(transport: Transport) -> list[Any]:
+    received = []
+    pending = []
+    for dtype in (torch.float32, torch.int64, torch.bfloat16):
+        rows = torch.arange(2 * 3, dtype=dtype).view(2, 3) + 10 * transport.rank
+        received.append(torch.empty(3, dtype=dtype))
+        pending.append(transport.reduce_scatter(received[-1], rows, key=f"halves {dtype}"))
+    for p in pending:
+        p.wait()
+    return [r.tolist() for r in received]
+
+
+@over_each
+@bfloat16_is_known
+def test_reduce_scatter_gives_each_rank_the_sum_of_its_row(run: Run) -> None:
+    """Another rank's row, or only this rank's part of the sum."""
+    assert run(halves) == [[[10, 12, 14]] * 3, [[16, 18, 20]] * 3]
+
+
+def left_too_early(transport: Transport) -> bool:
+    if transport.rank == 0:
+        time.sleep(0.2)
+    arrived = time.monotonic()
+    transport.barrier(key="test")
+    left = time.monotonic()
+    return left < max(transport.all_gather_object(arrived, key="arrived"))
+
+
+@over_each
+def test_nobody_leaves_a_barrier_before_all_have_come(run: Run) -> None:
+    """A barrier that lets a rank through."""
+    assert run(left_too_early) == [False, False]
 
 
 def copies(transport: Transport) -> list[torch.Tensor]:

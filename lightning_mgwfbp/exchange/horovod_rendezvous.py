@@ -1,0 +1,226 @@
+"""Start Horovod in processes that something else has launched, as `horovodrun` would have.
+
+Horovod's ranks meet at a small HTTP server that `horovodrun` runs and names in environment
+variables. Here rank 0 runs it while all ranks start, and everything else that those variables say
+follows from rank, world size and host names, which travel over a transport that exists already.
+
+Facts about Horovod 0.28.1, found by running it:
+- Ranks that cannot meet do not raise: its background thread ends the process. So what can be
+  checked is checked before.
+- It connects ranks by the address that each host's own name resolves to, whatever
+  HOROVOD_GLOO_IFACE says.
+- Where HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME are both set, a second `hvd.init()` in one
+  process is a segmentation fault.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_mgwfbp.exchange.transport import Transport
+
+# Horovod must not merge again what the plan has separated: it would wait for the last of several
+# groups before it sends the first. Its cycle stays as it is: [Note: cycles].
+_FUSION = {"HOROVOD_FUSION_THRESHOLD": "0"}
+
+
+def load_horovod() -> Any:
+    """Return the module `horovod.torch`.
+
+    Raises:
+        ModuleNotFoundError: it cannot be imported; names the script that installs it.
+    """
+    try:
+        return importlib.import_module("horovod.torch")
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"Horovod cannot be imported ({error}). scripts/install_horovod.sh builds it for the"
+            ' torch that is installed; or take `transport="torch"`, which needs no Horovod.'
+        ) from error
+
+
+def is_launched() -> bool:
+    """Whether horovodrun or mpirun has launched this process, so that Horovod knows its rank."""
+    return "HOROVOD_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
+
+
+def init_launched() -> Any:
+    """Have Horovod run with the ranks that its launcher has made; return `horovod.torch`.
+
+    Raises:
+        ModuleNotFoundError: Horovod cannot be imported.
+        RuntimeError: the launcher is mpirun, which Horovod was not built for.
+    """
+    hvd = load_horovod()
+    if hvd.is_initialized():
+        return hvd
+    if "HOROVOD_RANK" not in os.environ and not hvd.mpi_built():
+        raise RuntimeError(
+            "mpirun has launched this process, but Horovod was built without MPI, and would take"
+            " each process for the only one. Build it with `HOROVOD_WITH_MPI=1"
+            " scripts/install_horovod.sh --rebuild`, or launch with `horovodrun --gloo`."
+        )
+    _init(hvd, {})
+    return hvd
+
+
+def start_horovod(control: Transport) -> bool:
+    """Have Horovod run with the ranks of `control`, in all of its processes.
+
+    Args:
+        control: joins the processes before Horovod does; only used while it starts.
+
+    Returns:
+        Whether this call started it; False if it ran already, for its user to stop.
+
+    Raises:
+        ModuleNotFoundError: Horovod cannot be imported.
+        RuntimeError: a host's name leads nowhere, or Horovod runs with other ranks, or cannot
+            run under the launcher.
+    """
+    hvd = load_horovod()
+    starts = not hvd.is_initialized()
+    if starts and is_launched():
+        init_launched()
+    elif starts:
+        _meet_and_init(hvd, control)
+    theirs = control.all_gather_object((hvd.rank(), hvd.size()), key="Horovod's ranks")
+    ours = [(rank, control.world_size) for rank in range(control.world_size)]
+    if theirs != ours:
+        raise RuntimeError(
+            f"Horovod counts its processes otherwise than torch.distributed: (rank, size) is"
+            f" {theirs}, not {ours}. Start all processes with one launcher, and leave out"
+            " `hvd.init()` or call it in all of them."
+        )
+    return starts
+
+
+def stop_horovod() -> None:
+    """Stop Horovod in this process, so that it can be started again.
+
+    A Horovod that was given a cycle time is left running, until the process ends: it could not be
+    started again, and whoever wants to start it finds it running.
+    """
+    if "HOROVOD_CYCLE_TIME" not in os.environ:
+        load_horovod().shutdown()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is among hosts: `local` counts the ranks of its host, `cross` the hosts that
+    have a rank with the same local one."""
+
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+def places(hosts: Sequence[str]) -> list[Place]:
+    """The places of all ranks, from their host names, in the order of ranks.
+
+    Example:
+        >>> places(["a", "a", "b"])[1]
+        Place(local_rank=1, local_size=2, cross_rank=0, cross_size=1)
+    """
+    local_ranks = [Counter(hosts[:rank])[host] for rank, host in enumerate(hosts)]
+    return [
+        Place(
+            local_rank=local_rank,
+            local_size=hosts.count(host),
+            cross_rank=local_ranks[:rank].count(local_rank),
+            cross_size=local_ranks.count(local_rank),
+        )
+        for rank, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True))
+    ]
+
+
+def _init(hvd: Any, variables: Mapping[str, str]) -> None:
+    """Initialise Horovod; it reads environment variables then, and only then."""
+    with _environment({k: v for k, v in _FUSION.items() if k not in os.environ} | dict(variables)):
+        hvd.init()
+
+
+def _meet_and_init(hvd: Any, control: Transport) -> None:
+    host = socket.gethostname()
+    found = control.all_gather_object((host, _address_of(host)), key="Horovod's hosts")
+    hosts = [name for name, _ in found]
+    _require_reachable(dict(found))
+    place = places(hosts)[control.rank]
+    with _server(control, "127.0.0.1" if len(set(hosts)) == 1 else str(found[0][1])) as address:
+        variables = {
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address[0],
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": address[1],
+            "HOROVOD_HOSTNAME": host,
+            "HOROVOD_RANK": control.rank,
+            "HOROVOD_SIZE": control.world_size,
+            "HOROVOD_LOCAL_RANK": place.local_rank,
+            "HOROVOD_LOCAL_SIZE": place.local_size,
+            "HOROVOD_CROSS_RANK": place.cross_rank,
+            "HOROVOD_CROSS_SIZE": place.cross_size,
+        }
+        _init(hvd, {name: str(value) for name, value in variables.items()})
+        control.barrier(key="Horovod has started")  # nobody needs the server any more
+
+
+def _address_of(host: str) -> str | None:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return None
+
+
+def _require_reachable(addresses: Mapping[str, str | None]) -> None:
+    """Raise for a host whose own name has no address, or one that other hosts cannot reach."""
+    for host, address in addresses.items():
+        if address is None or (len(addresses) > 1 and address.startswith("127.")):
+            raise RuntimeError(
+                f"Horovod finds host {host!r} by its name, which there"
+                f" {'has no address' if address is None else f'is the address {address}'}."
+                f" Put a line with the address of its network and {host!r} into its /etc/hosts"
+                ' (and take it off the line with 127.0.1.1), or take `transport="torch"`.'
+            )
+
+
+@contextmanager
+def _server(control: Transport, address: str) -> Iterator[tuple[str, int]]:
+    """Have rank 0 run the server where Horovod's ranks meet; yields where it is."""
+    if control.rank != 0:
+        yield control.broadcast_object(("", 0), 0, key="Horovod's server")
+        return
+    http = importlib.import_module("horovod.runner.http.http_server")
+    server = http.RendezvousHTTPServer((address, 0), http.RendezvousHandler, False)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield control.broadcast_object(server.server_address, 0, key="Horovod's server")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and set them back: a process that is launched later from here is
+    none of these ranks."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
