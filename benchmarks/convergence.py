@@ -51,7 +51,14 @@ TASKS = {
         "validate",
         "val_loss",
         "validation loss, nats per byte",
-        ("--trainer.max_steps=600",),
+        (
+            "--trainer.max_steps=1500",
+            "--trainer.val_check_interval=100",
+            "--model.init_args.layers=4",
+            "--model.init_args.width=192",
+            "--model.init_args.learning_rate=0.001",
+            "--model.init_args.beta2=0.999",
+        ),
     ),
 }
 FORMS = {"dense": "", "sparse": "_topk"}  # suffix of the config

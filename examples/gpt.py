@@ -169,8 +169,15 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: float) -> float:
 
 
 def early_density(step: int) -> float:
-    """A schedule for `TopK(density_schedule=...)`: dense steps first, 1 % from step 120 on."""
-    for until, density in ((30, 0.4), (60, 0.25), (120, 0.0625)):
+    """A schedule for `TopK(density_schedule=...)`: denser at first, 1 % from step 750 on."""
+    for until, density in (
+        (75, 0.4),
+        (225, 0.25),
+        (375, 0.125),
+        (525, 0.0625),
+        (675, 0.03),
+        (750, 0.015),
+    ):
         if step < until:
             return density
     return 0.01

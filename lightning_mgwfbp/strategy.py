@@ -37,8 +37,12 @@ from lightning_mgwfbp.engine.options import Options
 from lightning_mgwfbp.engine.session import Session
 from lightning_mgwfbp.engine.warmup import Tuned
 from lightning_mgwfbp.exchange.broadcast import broadcast_tensors
+from lightning_mgwfbp.exchange.horovod_rendezvous import load_horovod
+from lightning_mgwfbp.exchange.horovod_transport import HorovodTransport
 from lightning_mgwfbp.exchange.methods import ExchangeMethod
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
+from lightning_mgwfbp.exchange.transport import Transport
+from lightning_mgwfbp.horovod_environment import HorovodEnvironment
 from lightning_mgwfbp.module_state import (
     BufferRefresher,
     exchanged_buffers,
@@ -52,9 +56,11 @@ _NAMES: dict[str, dict[str, Any]] = {
     "mgwfbp_fork": {"start_method": "fork"},
     "mgwfbp_notebook": {"start_method": "fork"},
     "mgwfbp_topk": {"start_method": "popen", "compressor": "topk"},
+    "mgwfbp_horovod": {"start_method": "popen", "transport": "horovod"},
 }
 
 
+_TRANSPORTS = ("auto", "torch", "horovod")
 _STATE = "mgwfbp"  # key in a checkpoint
 
 
@@ -77,6 +83,8 @@ class MGWFBPStrategy(DDPStrategy):
         forward_sync_buffers: DDP's newer name for `broadcast_buffers`.
         init_sync: give all ranks rank 0's parameters and buffers at the start of fit.
         static_graph: a promise that every backward uses the same parameters equally often.
+        transport: what carries gradients, "torch" (also "auto": torch.distributed) or "horovod",
+            beside which torch.distributed carries Lightning's own traffic, over gloo.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend, timeout, start_method: as for DDPStrategy.
         ddp_arguments: every other argument of DDPStrategy and DistributedDataParallel; a Python
@@ -111,6 +119,7 @@ class MGWFBPStrategy(DDPStrategy):
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
         static_graph: bool = False,
+        transport: Literal["auto", "torch", "horovod"] = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -123,6 +132,16 @@ class MGWFBPStrategy(DDPStrategy):
                 f"`MGWFBPStrategy(ddp_comm_hook=..., compressor={compressor!r})` cannot work: both"
                 " say how gradients travel. Leave one of them out."
             )
+        if transport not in _TRANSPORTS:
+            raise ValueError(
+                f"`MGWFBPStrategy(transport=...)` must be one of {', '.join(_TRANSPORTS)},"
+                f" got {transport!r}."
+            )
+        if transport == "horovod":
+            load_horovod()  # or say now that it is missing
+            process_group_backend = process_group_backend or "gloo"
+            if cluster_environment is None and HorovodEnvironment.detect():
+                cluster_environment = HorovodEnvironment()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -145,8 +164,9 @@ class MGWFBPStrategy(DDPStrategy):
         given = [b for b in (broadcast_buffers, forward_sync_buffers) if b is not None]
         self._broadcast_buffers = all(given)
         self._init_sync = init_sync
+        self._carrier = transport
         self._buffers: BufferRefresher | None = None
-        self._transport: TorchTransport | None = None
+        self._transport: Transport | None = None
         self._steps: dict[int, AveragedStep] = {}
         self._last_state: ExchangeState | None = None
         self.session: Session | None = None  # while fitting on several ranks
@@ -170,13 +190,19 @@ class MGWFBPStrategy(DDPStrategy):
             return
         module = self.lightning_module
         assert module is not None
-        self._transport = TorchTransport(timeout=self._timeout)
-        require_agreement(self._transport, self._facts(module))
+        transport = self._transport = self._open_transport()
+        require_agreement(transport, self._facts(module))
         if self._init_sync:
             parameters = [p for _, p in exchanged_parameters(module)]
-            broadcast_tensors(parameters + exchanged_buffers(module), 0, self._transport)
+            broadcast_tensors(parameters + exchanged_buffers(module), 0, transport)
         if self._broadcast_buffers:
-            self._buffers = BufferRefresher(module, self._transport)
+            self._buffers = BufferRefresher(module, transport)
+
+    def _open_transport(self) -> Transport:
+        if self._carrier != "horovod":
+            return TorchTransport(timeout=self._timeout)
+        timeout = default_pg_timeout if self._timeout is None else self._timeout
+        return HorovodTransport.over(TorchTransport.world(), timeout)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -309,6 +335,7 @@ class MGWFBPStrategy(DDPStrategy):
             **self._options.facts(),
             "broadcast_buffers": repr(self._broadcast_buffers),
             "init_sync": repr(self._init_sync),
+            "transport": repr(self._carrier),
             **parameter_facts(exchanged_parameters(module)),
         }
 

@@ -17,8 +17,11 @@ def results(ended: Ended) -> list[tuple[str, str, str]]:
     """(rank, world size, sum of weights) of every process that printed them."""
     assert ended.code == 0, ended.output[-3000:]
     assert not ended.orphans
-    lines = [line.split() for line in ended.output.splitlines() if line.startswith("RESULT ")]
-    return sorted((rank, world, total) for _, _, rank, world, total in lines)
+    # behind "[0]<stdout>:" where horovodrun prints it
+    lines = [
+        line.split("RESULT ")[1].split() for line in ended.output.splitlines() if "RESULT " in line
+    ]
+    return sorted((rank, world, total) for _, rank, world, total in lines)
 
 
 def options(**given: Any) -> str:
@@ -52,6 +55,19 @@ def test_torchrun(expected: str) -> None:
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     ended = run(torchrun + python("fit.py", options())[1:])
     assert results(ended) == [("0", "2", expected), ("1", "2", expected)]
+
+
+@pytest.mark.horovod
+def test_over_horovod(expected: str) -> None:
+    """Horovod carries the gradients, whoever has started the ranks."""
+    named = options(trainer={"strategy": "mgwfbp_horovod"})
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    horovodrun = [sys.executable, "-m", "horovod.runner.launch", "-np", "2", "--gloo"]
+    for launcher in ([], torchrun, [*horovodrun, sys.executable]):
+        program = python("fit.py", named)
+        ended = run(launcher + program[1:] if launcher else program)
+        assert results(ended) == [("0", "2", expected), ("1", "2", expected)]
 
 
 def test_two_nodes(expected: str) -> None:

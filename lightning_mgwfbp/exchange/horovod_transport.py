@@ -15,8 +15,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_mgwfbp.exchange.horovod_rendezvous import load_horovod
-from lightning_mgwfbp.exchange.transport import Pending
+from lightning_mgwfbp.exchange.horovod_rendezvous import load_horovod, start_horovod, stop_horovod
+from lightning_mgwfbp.exchange.transport import Pending, Transport
 
 T = TypeVar("T")
 
@@ -83,9 +83,23 @@ class HorovodTransport:
         self._timeout_seconds = timeout.total_seconds()
         self.rank: int = self._hvd.rank()
         self.world_size: int = self._hvd.size()
+        self._stops_horovod = False
         self._number = -1
         # rank 0's count: other processes may have made more transports before, or fewer
         self._number = self.broadcast_object(next(self._count), 0, key="transport")
+
+    @classmethod
+    def over(cls, control: Transport, timeout: timedelta) -> HorovodTransport:
+        """Start Horovod with the ranks of `control`, unless it runs already; `close` then stops it.
+
+        Raises:
+            ModuleNotFoundError: Horovod cannot be imported.
+            RuntimeError: a host's name leads nowhere, or Horovod runs with other ranks.
+        """
+        starts = start_horovod(control)
+        transport = cls(timeout)
+        transport._stops_horovod = starts
+        return transport
 
     def all_reduce(self, buffer: Tensor, *, key: str) -> Pending:
         hvd = self._hvd
@@ -110,6 +124,10 @@ class HorovodTransport:
         self._start(self._hvd.allgather_async, data, received, key).wait()
         return [_unpickled(part) for part in received.split(sizes.flatten().tolist())]
 
+    def gather_object(self, value: T, root: int, *, key: str) -> list[T] | None:
+        values = self.all_gather_object(value, key=key)  # Horovod has no gather
+        return values if self.rank == root else None
+
     def broadcast_object(self, value: T, root: int, *, key: str) -> T:
         data = _pickled(value)
         size = torch.tensor([data.numel()])
@@ -124,7 +142,8 @@ class HorovodTransport:
         self.all_reduce(torch.zeros(1), key=f"{key} barrier").wait()
 
     def close(self) -> None:
-        """Nothing: whoever started Horovod stops it."""
+        if self._stops_horovod:
+            stop_horovod()
 
     def _start(
         self, collective: Callable[..., int], sent: Tensor, target: Tensor, key: str, **options: Any
