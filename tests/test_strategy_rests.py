@@ -139,7 +139,10 @@ def test_without_error_feedback_nothing_is_added(tmp_path: Path) -> None:
     assert "mgwfbp" not in torch.load(tmp_path / "after.ckpt", weights_only=True)
 
 
-@pytest.mark.parametrize("second", ["ddp", {}, sparse("bf16"), sparse(PowerSGD(rank=1))])
+LOW_RANK = PowerSGD(rank=1, dense_below_numel=0)
+
+
+@pytest.mark.parametrize("second", ["ddp", {}, sparse("bf16"), sparse(LOW_RANK)])
 def test_another_strategy_resumes(second: Any, tmp_path: Path) -> None:
     """Rests that the second run has no use for are left alone."""
     run(sparse(TOPK), str(tmp_path), epochs=1)

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from lightning_mgwfbp.exchange.exchangers import all_finite
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.plan import MergePlan
 
@@ -61,3 +64,35 @@ class ExchangeState:
             "rowwise": self.rowwise,
             "made_for": dict(self.made_for),
         }
+
+
+def check(saved: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Hold what should have come from `gathered` to what it must be; the same on all ranks.
+
+    Args:
+        saved: from a checkpoint, which may be damaged.
+        shapes: of all parameters, by name.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
+    where = "checkpoint['mgwfbp']"
+    for key in ("exchanger", "plan", "rowwise", "made_for"):
+        if not isinstance(saved, Mapping) or key not in saved:
+            raise ValueError(f"{where} is damaged: it has no {key!r}.")
+    states = saved["exchanger"]
+    if not isinstance(states, list) or not states:
+        raise ValueError(f"{where} is damaged: it holds no rank's residuals.")
+    for rank, state in enumerate(states):
+        if not isinstance(state, Mapping) or not isinstance(state.get("step", 0), int):
+            raise ValueError(f"{where} is damaged: rank {rank} has no state.")
+        for kind in ("residual", "velocity"):
+            for name, tensor in state.get(kind, {}).items():
+                what = f"{where}: the {kind} of {name!r} on rank {rank}"
+                if not isinstance(tensor, Tensor) or not all_finite(tensor):
+                    raise ValueError(f"{what} is damaged.")
+                if name in shapes and tuple(tensor.shape) != shapes[name]:
+                    raise ValueError(
+                        f"{what} has shape {tuple(tensor.shape)}, but the parameter"
+                        f" {shapes[name]}: it was saved for another model."
+                    )

@@ -13,7 +13,7 @@ def exchange_errors(rank: int, what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"Rank {rank}: exchanging {what} failed: {error} The usual cause is a rank that"
-            " raised, was killed, or was stopped for longer than the timeout: read the other"
-            " ranks' output first."
+            f"Rank {rank}: exchanging {what} failed: {str(error).rstrip('.')}. The usual cause is a"
+            " rank that raised, was killed, or was stopped for longer than the timeout: read the"
+            " other ranks' output first."
         ) from error

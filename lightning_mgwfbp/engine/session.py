@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mgwfbp.engine.checkpoint import ExchangeState
+from lightning_mgwfbp.engine.checkpoint import ExchangeState, check
 from lightning_mgwfbp.engine.options import Settings, require_no_momentum
 from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.engine.warmup import WarmUp
@@ -47,6 +48,14 @@ class Session:
         exchanger = make_exchanger(settings.compressor, transport)
         if gradient_scale is not None:
             exchanger.gradient_scale = gradient_scale
+        compresses_none = not any(exchanger.compresses(p) for _, p in named)
+        if exchanger.keeps_residuals and compresses_none and transport.rank == 0:
+            warnings.warn(
+                f"`compressor={settings.compressor!r}` has no effect: all of the model's parameters"
+                " are too small for it, and travel exactly.",
+                stacklevel=2,
+            )
+        self._shapes = {name: tuple(p.shape) for name, p in named}
         self._settings = settings
         self._transport = transport
         self.reducer = Reducer(named, exchanger, static_graph=settings.static_graph)
@@ -77,8 +86,9 @@ class Session:
         then: another plan would compress other groups, and the bits would differ.
 
         Raises:
-            ValueError: it was saved for another model.
+            ValueError: it is damaged, or was saved for another model.
         """
+        check(saved, self._shapes)
         self.reducer.expect_rowwise(saved["rowwise"])
         self.reducer.exchanger.load_state_dict(saved["exchanger"])
         if saved["plan"] is not None and saved["made_for"] == self._circumstances():

@@ -148,7 +148,7 @@ def _messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.resolve_neg().reshape(-1).view(torch.uint8)
+    return real.resolve_neg().reshape(-1).contiguous().view(torch.uint8)
 
 
 def _from_bytes(data: Tensor, like: Tensor) -> Tensor:

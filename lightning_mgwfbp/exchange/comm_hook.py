@@ -169,11 +169,12 @@ class _HookExchange:
         if isinstance(averages, list) and len(averages) == 1:
             averages = averages[0]
         data = self._bucket.data
-        if not isinstance(averages, Tensor) or averages.numel() != data.numel():
-            got = tuple(averages.shape) if isinstance(averages, Tensor) else averages
+        is_tensor = isinstance(averages, Tensor) and averages.is_floating_point()
+        if not is_tensor or averages.numel() != data.numel():
+            got = tuple(averages.shape) if is_tensor else averages
             raise TypeError(
-                f"The future of `DDPCommHook(hook={self._name})` must hold one tensor of the"
-                f" bucket's {data.numel()} numbers, got {got!r}."
+                f"The future of `DDPCommHook(hook={self._name})` must hold one real tensor of"
+                f" the bucket's {data.numel()} numbers, got {got!r}."
             )
         if averages.data_ptr() != data.data_ptr():
             data.copy_(averages.view(-1))

@@ -39,6 +39,7 @@ class CompressedExchanger(FeedbackExchanger):
         self._dense = DenseExchanger(transport)
         self._step = 0
         self._clipping = 1.0
+        self._density: float | None = None
         self._warn_of_no_effect()
 
     @property
@@ -66,7 +67,7 @@ class CompressedExchanger(FeedbackExchanger):
         self._started.append(bucket)
         is_whole = density == 1.0  # the plan says so; a compressor's own need not mean that
         if density is None:
-            density = self.compressor.density_at(self.epoch, self._step)
+            density = self._scheduled_density()
         if is_whole or bucket.body_numel == 0 or self._saves_nothing(bucket.body_numel, density):
             return self._start_whole(bucket, key)
         return self._start_compressed(bucket, key, Moment(self._step, density))
@@ -75,6 +76,7 @@ class CompressedExchanger(FeedbackExchanger):
         super().conclude(others)
         self._step += 1
         self._clipping = 1.0
+        self._density = None
 
     def _commit(self) -> None:
         self._feedback.conclude(True)
@@ -91,6 +93,17 @@ class CompressedExchanger(FeedbackExchanger):
         self._feedback.load_state_dict(
             own_or_mean(rests, self.transport.rank, self.transport.world_size)
         )
+
+    def _scheduled_density(self) -> float:
+        """This step's; rank 0's where a function says it, lest message sizes differ."""
+        if not self.compressor.asks_a_function:
+            return self.compressor.density_at(self.epoch, self._step)
+        if self._density is None:
+            density = 0.0
+            if self.transport.rank == 0:
+                density = self.compressor.density_at(self.epoch, self._step)
+            self._density = self.transport.broadcast_object(density, 0, key="density")
+        return self._density
 
     def _saves_nothing(self, numel: int, density: float) -> bool:
         """Whether an all-reduce of `numel` float32 moves no more bytes than the wire form would."""

@@ -88,3 +88,5 @@ class TorchTransport:
     def close(self) -> None:
         if self._owned and dist.is_initialized():
             dist.destroy_process_group(self._group)
+        # connections end with the last reference, and a cycle may keep this object for long
+        del self._group

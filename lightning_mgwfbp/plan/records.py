@@ -101,17 +101,17 @@ def require_count(name: str, value: object) -> None:
 
 
 def require_number(name: str, value: object, unit: str = "seconds") -> None:
-    if not _is_number(value):
+    if not is_number(value):
         raise ValueError(f"{name} must be a finite number of {unit}, at least 0, got {value!r:.60}")
 
 
 def require_density(name: str, value: object) -> None:
     """A density is the fraction of elements that travels."""
-    if not _is_number(value) or not 0 < float(value) <= 1:  # type: ignore[arg-type]
+    if not is_number(value) or not 0 < float(value) <= 1:  # type: ignore[arg-type]
         raise ValueError(f"{name} must be in (0, 1], got {value!r:.60}")
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:

@@ -291,7 +291,10 @@ def error_of(_: int, hook: Any) -> str:
         (raises_at_once, "KeyError: 'no such bucket'"),
         (raises_later, "RuntimeError: .*KeyError: 'too late'"),
         (gives_no_future, r"TypeError: .*gives_no_future\)` must return a .*Future, got Tensor"),
-        (gives_half, r"TypeError: .*gives_half\)` must hold one tensor of .* 3 .*, got \(2,\)"),
+        (
+            gives_half,
+            r"TypeError: .*gives_half\)` must hold one real tensor of .* 3 .*, got \(2,\)",
+        ),
         # these two index what a future holds as NCCL has it, under DDP, too
         (quantization_hooks.quantization_pertensor_hook, "RuntimeError: .*IndexError"),
         (quantization_hooks.quantization_perchannel_hook, "RuntimeError: .*IndexError"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from exchange_examples import (
 from loopback import on_ranks, recorded, same_bits
 from ranks import run_ranks
 
+from lightning_mgwfbp.exchange.buckets import Bucket
 from lightning_mgwfbp.exchange.compressed import CompressedExchanger
 from lightning_mgwfbp.exchange.compressors import Compressor, Quantize8, RandomK, TopK
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchanger
@@ -220,3 +222,26 @@ def test_schedules_reach_the_messages(unit: Any) -> None:
     per_step = [200 * 8 + 8, 1002 * 4, 50 * 8 + 8, 10 * 8 + 8, 10 * 8 + 8]
     repeats = 2 if unit == "epoch" else 1
     assert on_ranks(sizes) == [[n for n in per_step for _ in range(repeats)]] * 2
+
+
+def test_rank_0_says_what_a_function_says() -> None:
+    """Ranks send messages of different sizes, which end a process or mix up weights."""
+
+    def send(transport: LoopbackTransport) -> list[int]:
+        def answer(step: int) -> float:
+            assert transport.rank == 0, "only one rank can be right"
+            return 0.1 + 0.1 * step
+
+        top_k = TopK(density=0.3, density_schedule=answer, schedule_unit="step")
+        exchanger = CompressedExchanger(transport, replace(top_k, dense_below_numel=0))
+        bucket = Bucket([torch.zeros(100)], ["weight"], 1)
+        exchanger.adopt([bucket])
+        counts = []
+        for _ in range(3):
+            bucket.pack([torch.arange(1.0, 101.0)], [True])
+            exchanger.start(bucket, key="bucket").finish()
+            counts.append(int((bucket.data != 0).sum()))
+            exchanger.conclude()
+        return counts
+
+    assert on_ranks(send) == [[10, 20, 30]] * 2

@@ -16,9 +16,10 @@ def test_it_says_what_to_initialise() -> None:
 
 def _own_group(_: int) -> bool:
     transport = TorchTransport()
-    assert transport._group in dist.distributed_c10d._world.pg_map
+    group = transport._group
+    assert group in dist.distributed_c10d._world.pg_map
     transport.close()
-    assert transport._group not in dist.distributed_c10d._world.pg_map
+    assert group not in dist.distributed_c10d._world.pg_map
     total = torch.ones(1)
     dist.all_reduce(total)
     return total.item() == 2

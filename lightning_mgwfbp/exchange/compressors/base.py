@@ -74,6 +74,11 @@ class Compressor(ABC):
         return 1.0
 
     @property
+    def asks_a_function(self) -> bool:
+        """Whether `density_at` asks a user's function, which may answer otherwise elsewhere."""
+        return False
+
+    @property
     def plan_chooses_density(self) -> bool:
         """Whether the plan gives each merge group its own density."""
         return False

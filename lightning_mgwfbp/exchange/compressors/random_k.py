@@ -57,6 +57,10 @@ class RandomK(Selection):
     def settled_density(self) -> float:
         return self.density
 
+    @property
+    def asks_a_function(self) -> bool:
+        return callable(self.density_schedule)
+
     def density_at(self, epoch: int, step: int) -> float:
         return scheduled_density(
             self.density_schedule, self.schedule_unit, epoch=epoch, step=step, after=self.density

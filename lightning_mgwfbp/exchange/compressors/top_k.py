@@ -21,7 +21,7 @@ from lightning_mgwfbp.exchange.compressors.schedule import (
     scheduled_density,
 )
 from lightning_mgwfbp.exchange.compressors.selection import SELECTIONS
-from lightning_mgwfbp.plan.records import require_count
+from lightning_mgwfbp.plan.records import is_number, require_count
 from lightning_mgwfbp.plan.sparse_costs import MOST_INT32_INDEXED, TopKPairs, selected
 
 _DENSITY_FLOOR = 0.001
@@ -44,7 +44,8 @@ class TopK(Selection):
         schedule_unit: "epoch" or "step".
         momentum_correction: accumulate velocities locally with this momentum, in [0, 1), and send
             their sums; for an optimizer that has no momentum of its own.
-        local_clip_norm: clip the norm of each rank's whole gradient to this times sqrt(1/P) first.
+        local_clip_norm: clip the norm of each rank's whole gradient (but for sparse ones) to this
+            times sqrt(1/P) first.
         dense_below_numel: parameters of fewer elements travel exactly.
         density_floor: with "auto", the plan does not go below it; 0.001 if not given.
 
@@ -69,17 +70,18 @@ class TopK(Selection):
         schedule = checked_schedule("TopK", self.density_schedule, self.schedule_unit)
         object.__setattr__(self, "density_schedule", schedule)
         self._check_density()
-        if self.selection not in SELECTIONS:
+        if not isinstance(self.selection, str) or self.selection not in SELECTIONS:
             raise ValueError(
                 f"`TopK(selection=...)` must be one of {sorted(SELECTIONS)},"
                 f" got {self.selection!r}."
             )
-        if not 0 <= self.momentum_correction < 1:
+        if not is_number(self.momentum_correction) or not 0 <= self.momentum_correction < 1:
             raise ValueError(
                 "`TopK(momentum_correction=...)` must be in [0, 1), 0 for none,"
                 f" got {self.momentum_correction!r}."
             )
-        if self.local_clip_norm is not None and not 0 < self.local_clip_norm < math.inf:
+        limit = self.local_clip_norm
+        if limit is not None and (not is_number(limit) or not 0 < limit < math.inf):
             raise ValueError(
                 "`TopK(local_clip_norm=...)` must be a finite number above 0, or None for no"
                 f" clipping, got {self.local_clip_norm!r}."
@@ -116,6 +118,10 @@ class TopK(Selection):
     @property
     def plan_chooses_density(self) -> bool:
         return self.density == "auto"
+
+    @property
+    def asks_a_function(self) -> bool:
+        return callable(self.density_schedule)
 
     def density_at(self, epoch: int, step: int) -> float:
         return scheduled_density(
