@@ -304,7 +304,13 @@ class MGWFBPStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self.session is not None and _STATE in checkpoint:
+        if _STATE not in checkpoint:
+            return
+        if self.session is None or not self.session.reducer.exchanger.keeps_residuals:
+            rank_zero_info(
+                "This run has no use for the residuals in the checkpoint: they are lost."
+            )
+        else:
             self.session.resume(checkpoint[_STATE])
 
     @override

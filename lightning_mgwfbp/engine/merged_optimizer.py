@@ -138,6 +138,13 @@ class MergedOptimizer(Optimizer):
     grad_scale = _Forwarded()
     found_inf = _Forwarded()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler.step asks for this before it looks at gradients, which must be averages by then
+        if self.reducer.syncing and self.reducer.unsynchronized:
+            self.synchronize()
+        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not wrapped yet: while unpickling
             raise AttributeError(name)

@@ -15,7 +15,7 @@ from lightning_mgwfbp.exchange.transport import LoopbackTransport, Transport
 
 
 class Scaled:
-    """Mixed precision's loop, as PyTorch's documentation has it, with the averages in time."""
+    """Mixed precision's loop, as PyTorch's documentation has it, with and without unscaling."""
 
     def __init__(self, transport: Transport, compressor: str, **options: Any) -> None:
         self.rank = transport.rank
@@ -29,7 +29,9 @@ class Scaled:
         self.merged.zero_grad()
         loss = self.model(batch(self.rank, step)).square().mean()
         self.scaler.scale(loss * (torch.inf if overflow else 1.0)).backward()
-        self.merged.synchronize()
+        if step % 2:
+            self.merged.synchronize()
+            self.scaler.unscale_(self.merged)
         self.scaler.step(self.merged)
         self.scaler.update()
 
