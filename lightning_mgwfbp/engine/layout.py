@@ -59,8 +59,8 @@ class Layout:
         self.densities: list[float | None] = []
         # made once here, since the reducer names a bucket whenever it launches or waits
         self.descriptions: list[str] = []
-        densities = plan.densities or (None,) * len(plan.groups)
-        for group, ((start, stop), density) in enumerate(zip(plan.groups, densities, strict=True)):
+        groups = zip(plan.groups, plan.density_of_groups, strict=True)
+        for group, ((start, stop), density) in enumerate(groups):
             indices = [index_of[name] for name in plan.names[start:stop]]
             for part in split_by_storage(indices, parameters):
                 first, last = names[part[0]], names[part[-1]]
@@ -131,10 +131,9 @@ def adapted_plan(
     trainable: Collection[str],
 ) -> MergePlan:
     """`plan` without the parameters that left, and with the new ones in groups behind it."""
-    densities = plan.densities or (None,) * len(plan.groups)
     kept = [
         ([n for n in plan.names[start:stop] if n in trainable], density)
-        for (start, stop), density in zip(plan.groups, densities, strict=True)
+        for (start, stop), density in zip(plan.groups, plan.density_of_groups, strict=True)
     ]
     new = set(trainable) - set(plan.names)
     if new:

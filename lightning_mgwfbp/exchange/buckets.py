@@ -137,6 +137,11 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which residuals of gradients of `dtype` are added up: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _as_gradient(chunk: Tensor, parameter: Tensor) -> Tensor:
     if parameter.is_complex():
         return torch.view_as_complex(chunk.view(*parameter.shape, 2))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_mgwfbp.exchange import messages
-from lightning_mgwfbp.exchange.buckets import Bucket
+from lightning_mgwfbp.exchange.buckets import Bucket, accumulation_dtype
 from lightning_mgwfbp.exchange.compressors.base import Compressor, Moment, Selection
 from lightning_mgwfbp.exchange.error_feedback import ErrorFeedback, own_or_mean
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchange, FeedbackExchanger
@@ -57,7 +57,7 @@ class CompressedExchanger(FeedbackExchanger):
         is accumulated (Deep Gradient Compression, section 3.2)."""
         limit = self.compressor.local_clip_norm
         assert limit is not None
-        norms = [torch.linalg.vector_norm(g, dtype=_wide(g.dtype)) for g in gradients]
+        norms = [torch.linalg.vector_norm(g, dtype=accumulation_dtype(g.dtype)) for g in gradients]
         if norms:
             norm = float(torch.linalg.vector_norm(torch.stack(norms))) / self.loss_scale
             share = limit / math.sqrt(self.transport.world_size)
@@ -197,8 +197,3 @@ class _CompressedExchange:
     def finish(self) -> None:
         self._pending.wait()
         self._unpack()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of `dtype` are accumulated."""
-    return torch.promote_types(dtype, torch.float32)

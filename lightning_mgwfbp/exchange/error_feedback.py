@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mgwfbp.exchange.buckets import Bucket
+from lightning_mgwfbp.exchange.buckets import Bucket, accumulation_dtype
 
 Named = dict[str, Tensor]
 
@@ -149,7 +149,7 @@ class Memory:
     def _kind(self, kind: str) -> TwoPhase:
         if kind not in self._kinds:
             data = self._bucket.data
-            wide = torch.promote_types(data.dtype, torch.float32)
+            wide = accumulation_dtype(data.dtype)
             self._kinds[kind] = TwoPhase(torch.empty_like(data, dtype=wide))
         return self._kinds[kind]
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mgwfbp.exchange.buckets import Bucket
+from lightning_mgwfbp.exchange.buckets import Bucket, accumulation_dtype
 from lightning_mgwfbp.exchange.error_feedback import own_or_mean
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchange, FeedbackExchanger
 from lightning_mgwfbp.exchange.transport import Transport
@@ -105,7 +105,7 @@ class PowerSGDExchanger(FeedbackExchanger):
     def accumulate(self, bucket: Bucket, scale: float) -> tuple[list[Tensor], list[Tensor]]:
         """M, contiguous and of the parameter's shape, and Q^T, (rank, m), of each to compress."""
         residuals, factors = [], []
-        like = bucket.buffer[:0].to(torch.promote_types(bucket.buffer.dtype, torch.float32))
+        like = bucket.buffer[:0].to(accumulation_dtype(bucket.buffer.dtype))
         for name, p in list(zip(bucket.names, bucket.parameters, strict=True))[: bucket.compressed]:
             residual, factor = self._residuals.get(name), self._factors.get(name)
             if residual is None:

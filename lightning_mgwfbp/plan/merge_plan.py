@@ -69,6 +69,11 @@ class MergePlan(Saved):
             if density is not None:
                 require_density(f"densities[{index}]", density)
 
+    @property
+    def density_of_groups(self) -> tuple[float | None, ...]:
+        """One for each group, also where the plan chooses none."""
+        return self.densities or (None,) * len(self.groups)
+
     def check_names(self, names: Sequence[str]) -> None:
         """ValueError naming the first parameter that only one of the plan and `names` has."""
         require_same_parameters("merge plan", self.names, names)
