@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+HOROVOD := $(VENV)/.horovod
 
 # Everything is found through the virtual environment alone.
 unexport PYTHONPATH PYTHONHOME
@@ -36,10 +37,22 @@ demo: $(READY)  ## train the handwritten digits on two processes and compare wit
 	@echo "==> Running the demo: examples/demo.py"
 	@$(BIN)/python examples/demo.py
 
+# Optional on a developer's machine, where its tests are then skipped; not where CI is set. The
+# wheel is kept, so only the first time takes minutes.
+$(HOROVOD): $(READY) scripts/install_horovod.sh constraints.txt
+	@echo "==> Installing Horovod for the tests that need it"
+	@if PYTHON=$(BIN)/python PIP_CONSTRAINT=constraints.txt scripts/install_horovod.sh; then \
+	  touch $@; \
+	elif [ -n "$$CI" ]; then \
+	  exit 1; \
+	else \
+	  echo "==> Going on without Horovod: the tests that need it will be skipped"; \
+	fi
+
 # One thread per process: the tests start several, and must not fight over the cores.
 test test-quick: export OMP_NUM_THREADS := 1
 
-test: $(READY)  ## run all tests
+test: $(READY) $(HOROVOD)  ## run all tests; builds Horovod for them, once
 	@echo "==> Running all tests"
 	@$(BIN)/python -m pytest
 
