@@ -7,6 +7,7 @@ import socket
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
+from lightning_mgwfbp.exchange.horovod_hosts import own_address
 from lightning_mgwfbp.exchange.horovod_rendezvous import init_launched, is_launched
 
 
@@ -69,11 +70,13 @@ class HorovodEnvironment(ClusterEnvironment):
 
     def _meeting_point(self) -> tuple[str, int]:
         if self._main is None:
-            mine = None
-            if self._hvd.rank() == 0:
-                with socket.socket() as probe:
-                    probe.bind(("", 0))
-                    mine = socket.gethostbyname(socket.gethostname()), probe.getsockname()[1]
+            mine = self._free_place() if self._hvd.rank() == 0 else None
             # named, since Horovod would name it by the type of `mine`, which is another elsewhere
             self._main = self._hvd.broadcast_object(mine, 0, name="lightning_mgwfbp.meeting_point")
         return self._main
+
+    def _free_place(self) -> tuple[str, int]:
+        alone = self._hvd.local_size() == self._hvd.size()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return "127.0.0.1" if alone else own_address(alone), probe.getsockname()[1]

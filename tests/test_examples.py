@@ -1,10 +1,13 @@
 """The example models and data sets: what the configs, the demo and the benchmarks build on."""
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from processes import run
 from torch import Tensor
 
 from examples.digits import DigitsData, DigitsModule
@@ -160,3 +163,15 @@ def test_unigram_loss_is_the_entropy_of_uniform_bytes() -> None:
     text = tiny_text()
     text.train.tensors[0].copy_(torch.arange(text.train.tensors[0].numel()).view(-1, 17) % 256)
     assert unigram_loss(text) == pytest.approx(math.log(256), abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.horovod
+def test_horovod_plain_reaches_the_weights_of_horovods_own_optimizer() -> None:
+    """Failing: MergedOptimizer in a program that was written for Horovod."""
+    horovodrun = [sys.executable, "-m", "horovod.runner.launch", "-np", "2", "--gloo"]
+    example = Path(__file__).parent.parent / "examples" / "horovod_plain.py"
+    ended = run([*horovodrun, sys.executable, str(example)])
+    assert ended.code == 0, ended.output[-3000:]
+    assert not ended.orphans
+    assert "digits over Horovod, 2 ranks: test accuracy 0.9" in ended.output

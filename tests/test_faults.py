@@ -5,26 +5,47 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from subprocess import Popen
+from typing import Any
 
 import pytest
-from processes import finish, python, start
+from processes import Ended, finish, python, start
 from ranks import free_port
 
 pytestmark = pytest.mark.slow
+over_each = pytest.mark.parametrize(
+    "transport", ["torch", pytest.param("horovod", marks=pytest.mark.horovod)]
+)
 
 
-def test_a_killed_rank_ends_the_others_with_a_named_merge_group(tmp_path: Path) -> None:
-    """SIGKILL in the middle of training, after the plan."""
-    options = {
-        "trainer": {"max_steps": 1_000_000},
-        "strategy": {"planner": "wfbp", "warmup_steps": 2},
-        "save_dir": str(tmp_path),
-    }
+def started(**options: Any) -> list[Popen[str]]:
+    """Two ranks, started as a scheduler would."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        start(python("fit.py", json.dumps(options)), LOCAL_RANK=str(i), NODE_RANK="0", **shared)
-        for i in range(2)
-    ]
+    command = python("fit.py", json.dumps(options))
+    return [start(command, LOCAL_RANK=str(i), NODE_RANK="0", **shared) for i in range(2)]
+
+
+def assert_explained(survivor: Ended, transport: str) -> None:
+    """It has ended with an error that says what it waited for, and what to do."""
+    assert survivor.code != 0
+    assert not survivor.orphans
+    said = survivor.output.split("Traceback", 1)[1]
+    assert "merge group" in said
+    assert "read the other ranks' output first" in said
+    if transport == "horovod":
+        assert "Horovod cannot go on without it" in said
+
+
+@over_each
+def test_a_killed_rank_ends_the_others_with_a_named_merge_group(
+    transport: str, tmp_path: Path
+) -> None:
+    """SIGKILL in the middle of training, after the plan."""
+    ranks = started(
+        trainer={"max_steps": 1_000_000},
+        strategy={"planner": "wfbp", "warmup_steps": 2, "transport": transport},
+        save_dir=str(tmp_path),
+    )
     deadline = time.monotonic() + 60.0
     while not (tmp_path / "plan.json").exists():
         assert time.monotonic() < deadline, "no plan was made"
@@ -34,6 +55,17 @@ def test_a_killed_rank_ends_the_others_with_a_named_merge_group(tmp_path: Path) 
     survivor = finish(ranks[0], limit_seconds=30.0)
     assert time.monotonic() - killed_at < 20.0
     finish(ranks[1])
-    assert survivor.code != 0
-    assert not survivor.orphans
-    assert "merge group" in survivor.output.split("Traceback", 1)[1]
+    assert_explained(survivor, transport)
+
+
+@over_each
+def test_a_rank_that_raises_ends_the_others(transport: str) -> None:
+    """An error of one rank's own, whose teardown must not wait for the others, nor they for it."""
+    ranks = started(
+        strategy={"planner": "wfbp", "warmup_steps": 2, "transport": transport}, raises=1
+    )
+    survivor, raised = (finish(rank, limit_seconds=60.0) for rank in ranks)
+    assert raised.code != 0
+    assert not raised.orphans
+    assert "ValueError: rank 1 raises" in raised.output
+    assert_explained(survivor, transport)

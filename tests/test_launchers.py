@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import Ended, finish, python, run, start
 from ranks import free_port
+
+from benchmarks import netlab
+from lightning_mgwfbp.exchange.horovod_rendezvous import load_horovod
 
 pytestmark = pytest.mark.slow
 
@@ -17,11 +24,12 @@ def results(ended: Ended) -> list[tuple[str, str, str]]:
     """(rank, world size, sum of weights) of every process that printed them."""
     assert ended.code == 0, ended.output[-3000:]
     assert not ended.orphans
-    # behind "[0]<stdout>:" where horovodrun prints it
-    lines = [
-        line.split("RESULT ")[1].split() for line in ended.output.splitlines() if "RESULT " in line
-    ]
-    return sorted((rank, world, total) for _, rank, world, total in lines)
+    return printed(ended.output)
+
+
+def printed(output: str) -> list[tuple[str, str, str]]:
+    # between "[0]<stdout>:" and its like where horovodrun passes it on
+    return sorted(re.findall(r"RESULT \d+ (\d+) (\d+) (-?\d+\.\d+)", output))
 
 
 def options(**given: Any) -> str:
@@ -49,25 +57,80 @@ def test_spawn_and_fork(name: str, expected: str) -> None:
     assert results(ended) == [("0", "2", expected)]
 
 
+def before(launcher: str) -> list[str]:
+    """The words before `python program.py` that have two processes run it."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    horovodrun = [sys.executable, "-m", "horovod.runner.launch", "-np", "2"]
+    return {
+        "Lightning": [],
+        "torchrun": [*torchrun, "--master-addr=127.0.0.1", f"--master-port={free_port()}"],
+        "horovodrun": [*horovodrun, "--gloo"],
+        "horovodrun --mpi": [*horovodrun, "--mpi"],
+        "mpirun": ["mpirun", "-np", "2", "--allow-run-as-root"],
+    }[launcher]
+
+
 def test_torchrun(expected: str) -> None:
     """Ranks that are started from outside."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    ended = run(torchrun + python("fit.py", options())[1:])
+    ended = run(before("torchrun") + python("fit.py", options()))
     assert results(ended) == [("0", "2", expected), ("1", "2", expected)]
 
 
+def skip_without_mpi() -> None:
+    if not load_horovod().mpi_built():
+        pytest.skip("Horovod has no MPI: HOROVOD_WITH_MPI=1 scripts/install_horovod.sh builds it")
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun not found (on Debian: apt install openmpi-bin)")
+
+
 @pytest.mark.horovod
-def test_over_horovod(expected: str) -> None:
-    """Horovod carries the gradients, whoever has started the ranks."""
-    named = options(trainer={"strategy": "mgwfbp_horovod"})
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    horovodrun = [sys.executable, "-m", "horovod.runner.launch", "-np", "2", "--gloo"]
-    for launcher in ([], torchrun, [*horovodrun, sys.executable]):
-        program = python("fit.py", named)
-        ended = run(launcher + program[1:] if launcher else program)
-        assert results(ended) == [("0", "2", expected), ("1", "2", expected)]
+@pytest.mark.parametrize(
+    "launcher", ["Lightning", "torchrun", "horovodrun", "horovodrun --mpi", "mpirun"]
+)
+def test_over_horovod(launcher: str, expected: str, tmp_path: Path) -> None:
+    """Horovod carries the gradients; Lightning's ranks, samplers, metrics and collectives stay."""
+    if "mpi" in launcher:
+        skip_without_mpi()
+    ended = run(before(launcher) + python("fit_over_horovod.py", options(), str(tmp_path)))
+    assert results(ended) == [("0", "2", expected), ("1", "2", expected)]
+
+
+# `ssh [-o OPTION] HOST [-o OPTION] COMMAND` between the hosts of a `Lab`
+SSH = """#!/bin/sh
+while :; do
+  case $1 in
+    -o) shift 2 ;;
+    lab*) host=$1; shift ;;
+    *) break ;;
+  esac
+done
+exec ip netns exec "$host" unshare --uts sh -c 'hostname "$0"; eval "$*"' "$host" "$@"
+"""
+
+
+@pytest.mark.horovod
+@pytest.mark.parametrize("launcher", ["environment", "horovodrun"])
+def test_over_horovod_on_two_hosts(
+    launcher: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """num_nodes=2: addresses by which hosts find each other, local and cross ranks."""
+    if reason := netlab.unavailable():
+        pytest.skip(f"needs hosts made of network namespaces: {reason}")
+    (tmp_path / "ranks").mkdir()
+    two_hosts = options(trainer={"num_nodes": 2, "devices": 1})
+    program = python("fit_over_horovod.py", two_hosts, str(tmp_path / "ranks"))
+    with netlab.Lab(hosts=2) as lab:
+        commands = [program, program]
+        if launcher == "horovodrun":
+            ssh = tmp_path / "ssh"
+            ssh.write_text(SSH)
+            ssh.chmod(0o755)
+            monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+            hosts = ["-H", ",".join(f"{host}:1" for host in lab.hosts), "--disable-cache"]
+            network = ["--network-interface", "veth0"]
+            commands = [[*before("horovodrun"), *hosts, *network, *program], ["true"]]
+        output = "\n".join(lab.run(commands, timeout=90))
+    assert printed(output) == [("0", "2", expected), ("1", "2", expected)]
 
 
 def test_two_nodes(expected: str) -> None:

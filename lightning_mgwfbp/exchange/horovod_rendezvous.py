@@ -8,9 +8,10 @@ Facts about Horovod 0.28.1, found by running it:
 - Ranks that cannot meet do not raise: its background thread ends the process. So what can be
   checked is checked before.
 - It connects ranks by the address that each host's own name resolves to, whatever
-  HOROVOD_GLOO_IFACE says.
+  HOROVOD_GLOO_IFACE says, and under horovodrun too: where that is 127.0.1.1, one rank ends with
+  "connection refused" and the others wait for ever.
 - Where HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME are both set, a second `hvd.init()` in one
-  process is a segmentation fault.
+  process is a segmentation fault; where it runs over MPI, MPI ends the process then.
 """
 
 from __future__ import annotations
@@ -19,17 +20,24 @@ import importlib
 import os
 import socket
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from lightning_mgwfbp.exchange.horovod_hosts import (
+    address_of,
+    own_address,
+    places,
+    require_reachable,
+)
 from lightning_mgwfbp.exchange.transport import Transport
 
 # Horovod must not merge again what the plan has separated: it would wait for the last of several
 # groups before it sends the first. Its cycle stays as it is: [Note: cycles].
 _FUSION = {"HOROVOD_FUSION_THRESHOLD": "0"}
+_started_here = threading.Event()  # set while Horovod runs as this file has started it
 
 
 def load_horovod() -> Any:
@@ -43,7 +51,8 @@ def load_horovod() -> Any:
     except ImportError as error:
         raise ModuleNotFoundError(
             f"Horovod cannot be imported ({error}). scripts/install_horovod.sh builds it for the"
-            ' torch that is installed; or take `transport="torch"`, which needs no Horovod.'
+            ' torch that is installed; or take `strategy="mgwfbp"`, or `transport="torch"`, which'
+            " need no Horovod."
         ) from error
 
 
@@ -57,12 +66,18 @@ def init_launched() -> Any:
 
     Raises:
         ModuleNotFoundError: Horovod cannot be imported.
-        RuntimeError: the launcher is mpirun, which Horovod was not built for.
+        RuntimeError: the launcher is mpirun, which Horovod was not built for; or this host's name
+            leads nowhere.
     """
     hvd = load_horovod()
     if hvd.is_initialized():
+        if not _started_here.is_set() and hvd.rank() == 0:
+            _warn_of_fusion()
         return hvd
-    if "HOROVOD_RANK" not in os.environ and not hvd.mpi_built():
+    if "HOROVOD_RANK" in os.environ:
+        size, local_size = (os.environ.get(f"HOROVOD_{n}", "1") for n in ("SIZE", "LOCAL_SIZE"))
+        own_address(alone=size == local_size)  # or say now that others do not find it
+    elif not hvd.mpi_built():
         raise RuntimeError(
             "mpirun has launched this process, but Horovod was built without MPI, and would take"
             " each process for the only one. Build it with `HOROVOD_WITH_MPI=1"
@@ -106,54 +121,37 @@ def start_horovod(control: Transport) -> bool:
 def stop_horovod() -> None:
     """Stop Horovod in this process, so that it can be started again.
 
-    A Horovod that was given a cycle time is left running, until the process ends: it could not be
-    started again, and whoever wants to start it finds it running.
+    A Horovod that was given a cycle time, or runs over MPI, is left running until the process ends:
+    it could not be started again, and whoever wants to start it finds it running.
     """
-    if "HOROVOD_CYCLE_TIME" not in os.environ:
-        load_horovod().shutdown()
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank is among hosts: `local` counts the ranks of its host, `cross` the hosts that
-    have a rank with the same local one."""
-
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-
-
-def places(hosts: Sequence[str]) -> list[Place]:
-    """The places of all ranks, from their host names, in the order of ranks.
-
-    Example:
-        >>> places(["a", "a", "b"])[1]
-        Place(local_rank=1, local_size=2, cross_rank=0, cross_size=1)
-    """
-    local_ranks = [Counter(hosts[:rank])[host] for rank, host in enumerate(hosts)]
-    return [
-        Place(
-            local_rank=local_rank,
-            local_size=hosts.count(host),
-            cross_rank=local_ranks[:rank].count(local_rank),
-            cross_size=local_ranks.count(local_rank),
-        )
-        for rank, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True))
-    ]
+    hvd = load_horovod()
+    if "HOROVOD_CYCLE_TIME" not in os.environ and not hvd.mpi_enabled():
+        hvd.shutdown()
+        _started_here.clear()
 
 
 def _init(hvd: Any, variables: Mapping[str, str]) -> None:
     """Initialise Horovod; it reads environment variables then, and only then."""
     with _environment({k: v for k, v in _FUSION.items() if k not in os.environ} | dict(variables)):
         hvd.init()
+    _started_here.set()
+
+
+@cache  # once per process
+def _warn_of_fusion() -> None:
+    if os.environ.get("HOROVOD_FUSION_THRESHOLD") != "0":
+        warnings.warn(
+            "`hvd.init()` has started Horovod with its own fusion, which merges again what the plan"
+            " has separated. Leave `hvd.init()` out, or set HOROVOD_FUSION_THRESHOLD=0 before it.",
+            stacklevel=2,
+        )
 
 
 def _meet_and_init(hvd: Any, control: Transport) -> None:
     host = socket.gethostname()
-    found = control.all_gather_object((host, _address_of(host)), key="Horovod's hosts")
+    found = control.all_gather_object((host, address_of(host)), key="Horovod's hosts")
     hosts = [name for name, _ in found]
-    _require_reachable(dict(found))
+    require_reachable(dict(found))
     place = places(hosts)[control.rank]
     with _server(control, "127.0.0.1" if len(set(hosts)) == 1 else str(found[0][1])) as address:
         variables = {
@@ -171,25 +169,6 @@ def _meet_and_init(hvd: Any, control: Transport) -> None:
         }
         _init(hvd, {name: str(value) for name, value in variables.items()})
         control.barrier(key="Horovod has started")  # nobody needs the server any more
-
-
-def _address_of(host: str) -> str | None:
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
-        return None
-
-
-def _require_reachable(addresses: Mapping[str, str | None]) -> None:
-    """Raise for a host whose own name has no address, or one that other hosts cannot reach."""
-    for host, address in addresses.items():
-        if address is None or (len(addresses) > 1 and address.startswith("127.")):
-            raise RuntimeError(
-                f"Horovod finds host {host!r} by its name, which there"
-                f" {'has no address' if address is None else f'is the address {address}'}."
-                f" Put a line with the address of its network and {host!r} into its /etc/hosts"
-                ' (and take it off the line with 127.0.1.1), or take `transport="torch"`.'
-            )
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Started by tests as a user's script: fit a small model and print each rank's weights.
 
-python fit.py '{"strategy": {...}, "trainer": {...}, "save_dir": "..."}'
+python fit.py '{"strategy": {...}, "trainer": {...}, "save_dir": "...", "raises": 1}'
 """
 
 import json
@@ -27,9 +27,26 @@ class Line(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
-    pl.seed_everything(1, verbose=False)
+class Raise(pl.Callback):
+    """Ends one rank, after the plan."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_rank == self.rank and trainer.global_step == 7:
+            raise ValueError(f"rank {self.rank} raises")
+
+
+def loader() -> DataLoader:
+    data = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(data), batch_size=4)
+
+
+def fit(model: pl.LightningModule, options: dict) -> pl.Trainer:
+    callbacks = [WarmupCallback(options.get("save_dir"))]
+    if "raises" in options:
+        callbacks.append(Raise(options["raises"]))
     trainer = pl.Trainer(
         **{
             "accelerator": "cpu",
@@ -39,19 +56,27 @@ def main() -> None:
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            "callbacks": [WarmupCallback(options.get("save_dir"))],
+            "callbacks": callbacks,
             "strategy": MGWFBPStrategy(**options.get("strategy", {})),
             **options.get("trainer", {}),
         }
     )
-    model = Line()
-    data = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    trainer.fit(model, DataLoader(TensorDataset(data), batch_size=4))
+    trainer.fit(model, loader())
+    return trainer
+
+
+def report(trainer: pl.Trainer, model: pl.LightningModule) -> None:
     total = sum(p.double().sum().item() for p in model.parameters())
     print(
         f"\nRESULT {os.getpid()} {trainer.global_rank} {trainer.world_size} {total:.12f}",
         flush=True,
     )
+
+
+def main() -> None:
+    pl.seed_everything(1, verbose=False)
+    model = Line()
+    report(fit(model, json.loads(sys.argv[1])), model)
 
 
 if __name__ == "__main__":
