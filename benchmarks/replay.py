@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_mgwfbp.plan import ModelProfile
+from lightning_mgwfbp.plan import ModelProfile, forward_split
 
 # What autograd and Python take between two layers, at most: an accelerator's host runs ahead of it
 # by that much, so this is no part of the model's time. Any longer wait is, as a stall.
@@ -117,15 +117,3 @@ class Replay(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         self._sleeper.restart()
         return super().forward(x)
-
-
-def forward_split(profile: ModelProfile) -> list[float]:
-    """Seconds of forward for each layer, in the profile's order."""
-    measured = [layer.forward_seconds for layer in profile.layers]
-    known = [seconds for seconds in measured if seconds is not None]
-    if len(known) == len(measured):
-        return known
-    if profile.backward_seconds == 0:
-        return [profile.forward_seconds / len(measured)] * len(measured)
-    ratio = profile.forward_seconds / profile.backward_seconds
-    return [layer.backward_seconds * ratio for layer in profile.layers]

@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="\n".join(
-            ["contenders:", *(f"  {row.name:<11} {row.what}" for row in CONTENDERS.values())]
+            ["contenders:", *(f"  {row.name:<12} {row.what}" for row in CONTENDERS.values())]
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -69,8 +69,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--contenders",
-        default=",".join(CONTENDERS),
-        help="comma-separated rows of contenders.py (default: %(default)s)",
+        default=",".join(name for name, row in CONTENDERS.items() if row.horovod is None),
+        help="comma-separated rows of contenders.py (default: those without Horovod)",
     )
     parser.add_argument(
         "--rate",
@@ -102,6 +102,7 @@ def check(arguments: argparse.Namespace) -> None:
     for name in arguments.contenders:
         if name not in CONTENDERS:
             raise ValueError(f"`--contenders` takes {', '.join(CONTENDERS)}, got {name!r}.")
+        CONTENDERS[name].check()
     if arguments.rate != "none":
         check_rate(arguments.rate)
     for option in ("steps", "rounds"):

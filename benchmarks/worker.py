@@ -57,15 +57,17 @@ def measure(model: str, names: list[str], steps: int, rounds: int) -> dict[str, 
         # The same weights on all ranks and for all contenders, hence nothing to broadcast.
         torch.manual_seed(0)
         workload = build()
-        steppers[name] = CONTENDERS[name].build(workload.module)
-        run_block(steppers[name], workload.inputs, WARMUP_STEPS)
+        with CONTENDERS[name].running():
+            steppers[name] = CONTENDERS[name].build(workload.module)
+            run_block(steppers[name], workload.inputs, WARMUP_STEPS)
     inputs = workload.inputs
 
     seconds = torch.empty(rounds, len(names), steps, dtype=torch.float64)
     for i in range(rounds):
-        for j, stepper in enumerate(steppers.values()):
-            run_block(stepper, inputs, SETTLING_STEPS)
-            seconds[i, j] = torch.tensor(run_block(stepper, inputs, steps))
+        for j, (name, stepper) in enumerate(steppers.items()):
+            with CONTENDERS[name].running():
+                run_block(stepper, inputs, SETTLING_STEPS)
+                seconds[i, j] = torch.tensor(run_block(stepper, inputs, steps))
     # A step took what it took the slowest rank, and a job needs what its largest rank needs.
     peak_rss = torch.tensor(peak_rss_bytes())
     for measured in (seconds, peak_rss):
@@ -85,6 +87,9 @@ def run_block(stepper: Stepper, inputs: tuple[Tensor, ...], steps: int) -> list[
         begun = time.perf_counter()
         stepper.step(inputs)
         seconds.append(time.perf_counter() - begun)
+    begun = time.perf_counter()
+    stepper.settle()
+    seconds[-1] += time.perf_counter() - begun
     return seconds
 
 

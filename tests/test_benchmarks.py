@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import models, netlab
 from benchmarks.processes import run_on_loopback
-from benchmarks.replay import Replay, Sleeper, forward_split
+from benchmarks.replay import Replay, Sleeper
 from benchmarks.summary import summarise
 from lightning_mgwfbp.plan import LayerProfile, ModelProfile
 
@@ -93,16 +93,6 @@ def test_late_sleeps_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with sleeper.lasting(0.5):
         pass
     assert 1.5 - 2e-4 <= now - before <= 1.5 + 1e-4
-
-
-def test_forward_is_split_like_backward_unless_measured() -> None:
-    """Localises: forward seconds of the replayed layers."""
-    split = profile_of((1, "float32", 1.0), (1, "float32", 3.0), forward_seconds=2.0)
-    assert forward_split(split) == [0.5, 1.5]
-    instant = profile_of((1, "float32", 0.0), (1, "float32", 0.0), forward_seconds=2.0)
-    assert forward_split(instant) == [1.0, 1.0]
-    layers = tuple(LayerProfile(name, 1, "float32", 1.0, None, 0.25) for name in "ab")
-    assert forward_split(ModelProfile("test", layers, 2.0)) == [0.25, 0.25]
 
 
 def test_models_have_the_sizes_they_claim() -> None:
