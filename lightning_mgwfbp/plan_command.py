@@ -9,6 +9,13 @@ bytes.
 Prints, per planner, the groups as [start, stop) index pairs into the profile's layers and, in
 seconds since backward began, when communication ends, how much of it is exposed after backward, and
 an end that no plan undercuts.
+
+With --schedule cross_iteration each all-reduce is cut into its halves, half the seconds each, and
+all-gathers may hide behind the next forward too. What counts is then the iteration, from the
+beginning of backward to the end of the next forward. Beside it stand an iteration that no plan
+undercuts, how much communication adds to computation, and the iteration of the planner's own plan
+without that schedule. The JSON output also has, per group, how many pieces each half is cut into,
+and the order in which forward uses the groups: the sooner used, the sooner all-gathered.
 """
 
 import argparse
@@ -25,36 +32,39 @@ from lightning_mgwfbp.plan import (
     AlphaBeta,
     Cost,
     DenseCost,
+    HalvesCost,
     MergePlan,
     ModelProfile,
     Planner,
     SortSelection,
     SparseCost,
     Threshold,
-    Timeline,
     TopKPairs,
     all_gather_link,
+    plan_cross_iteration,
     resolve_planner,
     simulate,
+    simulate_cross_iteration,
 )
 from lightning_mgwfbp.plan.records import require_density, require_number
 
 _DENSE = ("alpha", "beta")
 _SPARSE = ("density", "select", "world_size", "gather_alpha", "gather_beta")
-_SECONDS = ("communication_end_seconds", "exposed_seconds", "lower_bound_seconds")
+_SCHEDULES = ("backward", "cross_iteration")
+_HALVES = ("pieces", "gather_order")  # what a plan has of the latter alone
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A plan and what it is predicted to do."""
+    """A plan and what it is predicted to do, by the names of the columns."""
 
     plan: MergePlan
-    timeline: Timeline
+    seconds: dict[str, float]
 
     def to_fields(self) -> dict[str, object]:
-        """The groups and the three times, as they are printed."""
-        seconds = {key: getattr(self.timeline, key) for key in _SECONDS}
-        return {"groups": self.plan.groups, **seconds}
+        """The plan and its times, as they are printed."""
+        halves = {key: getattr(self.plan, key) for key in _HALVES if getattr(self.plan, key)}
+        return {"groups": self.plan.groups, **halves, **self.seconds}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alpha", type=float, metavar="SECONDS", help="start-up of one message")
     parser.add_argument("--beta", type=float, metavar="SECONDS_PER_BYTE", help="inverse bandwidth")
     _add_sparse_arguments(parser)
+    parser.add_argument(
+        "--schedule",
+        choices=_SCHEDULES,
+        default="backward",
+        help="whether all-gathers may hide behind the next forward too (default: %(default)s)",
+    )
     parser.add_argument(
         "--planner",
         choices=("auto", "all", *PLANNERS),
@@ -100,16 +116,49 @@ def _add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the predictions; ValueError or OSError for bad input."""
     planners = _planners(arguments.planner, arguments.threshold_nbytes)
-    cost = _cost(arguments)
-    profile = ModelProfile.load(arguments.profile)
-    predictions = {}
-    for planner in planners:
-        plan = planner.plan(profile, cost)
-        predictions[planner.name] = Prediction(plan, simulate(profile, plan, cost))
+    if arguments.schedule == "cross_iteration":
+        link = _link_of_halves(arguments)
+        profile = ModelProfile.load(arguments.profile)
+        predictions = [_predict_cross_iteration(profile, planner, link) for planner in planners]
+    else:
+        cost = _cost(arguments)
+        profile = ModelProfile.load(arguments.profile)
+        predictions = [_predict(profile, planner, cost) for planner in planners]
     if arguments.json:
-        print(json.dumps({name: each.to_fields() for name, each in predictions.items()}))
+        print(json.dumps({each.plan.planner: each.to_fields() for each in predictions}))
     else:
         _print_table(profile, predictions)
+
+
+def _predict(profile: ModelProfile, planner: Planner, cost: Cost) -> Prediction:
+    plan = planner.plan(profile, cost)
+    timeline = simulate(profile, plan, cost)
+    columns = ("communication_end_seconds", "exposed_seconds", "lower_bound_seconds")
+    return Prediction(plan, {key: getattr(timeline, key) for key in columns})
+
+
+def _predict_cross_iteration(
+    profile: ModelProfile, planner: Planner, link: AlphaBeta
+) -> Prediction:
+    halves = HalvesCost.of_all_reduce(link)
+    plan = plan_cross_iteration(profile, halves, planner)
+    timeline = simulate_cross_iteration(profile, plan, halves)
+    columns = ("iteration_seconds", "exposed_seconds", "lower_bound_seconds")
+    seconds = {key: getattr(timeline, key) for key in columns}
+    whole = _predict(profile, planner, DenseCost(link)).seconds["communication_end_seconds"]
+    return Prediction(
+        plan, {**seconds, "backward_schedule_seconds": whole + profile.forward_seconds}
+    )
+
+
+def _link_of_halves(arguments: argparse.Namespace) -> AlphaBeta:
+    if idle := _given(arguments, _SPARSE):
+        raise ValueError(
+            f"{_options(idle)} cannot go with --schedule cross_iteration, where gradients travel "
+            "whole: leave it out, or give --schedule backward"
+        )
+    _require(arguments, _DENSE, "with --schedule cross_iteration")
+    return AlphaBeta(arguments.alpha, arguments.beta)
 
 
 def _cost(arguments: argparse.Namespace) -> Cost:
@@ -156,20 +205,22 @@ def _planners(name: str, threshold_nbytes: int | None) -> list[Planner]:
     return [threshold if planner.name == threshold.name else planner for planner in chosen]
 
 
-def _print_table(profile: ModelProfile, predictions: dict[str, Prediction]) -> None:
+def _print_table(profile: ModelProfile, predictions: Sequence[Prediction]) -> None:
     console = Console(markup=False, highlight=False)
     console.print(
         f"{profile.model}: {len(profile.layers)} gradients, {profile.nbytes.sum():,} bytes, "
-        f"backward takes {profile.backward_seconds:.6g} seconds"
+        f"backward takes {profile.backward_seconds:.6g} seconds, "
+        f"forward {profile.forward_seconds:.6g}; all in seconds:",
+        soft_wrap=True,
     )
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("planner", no_wrap=True)
-    for column in ("groups", *_SECONDS):
-        table.add_column(column, justify="right", no_wrap=True)
-    for name, prediction in predictions.items():
-        seconds = (getattr(prediction.timeline, key) for key in _SECONDS)
-        table.add_row(name, str(len(prediction.plan.groups)), *(f"{each:.6g}" for each in seconds))
+    for column in ("groups", *predictions[0].seconds):
+        table.add_column(column.removesuffix("_seconds"), justify="right", no_wrap=True)
+    for prediction in predictions:
+        seconds = (f"{each:.6g}" for each in prediction.seconds.values())
+        table.add_row(prediction.plan.planner, str(len(prediction.plan.groups)), *seconds)
     console.print(table)
-    for name, prediction in predictions.items():
+    for prediction in predictions:
         groups = " ".join(f"[{start}, {stop})" for start, stop in prediction.plan.groups)
-        console.print(f"{name}: {groups}", soft_wrap=True)
+        console.print(f"{prediction.plan.planner}: {groups}", soft_wrap=True)

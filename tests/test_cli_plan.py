@@ -11,13 +11,16 @@ from lightning_mgwfbp.plan import (
     AlphaBeta,
     Cost,
     DenseCost,
+    HalvesCost,
     LayerProfile,
     ModelProfile,
     SortSelection,
     SparseCost,
     Threshold,
     TopKPairs,
+    plan_cross_iteration,
     simulate,
+    simulate_cross_iteration,
 )
 
 PROFILE = Path(__file__).parent / "data" / "profiles" / "resnet50.json"
@@ -52,6 +55,27 @@ def test_json_holds_what_the_simulator_says(
         }
 
 
+def test_cross_iteration_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """The other schedule's numbers are not those of its planner, or what it gains is not shown."""
+    run(str(PROFILE), *LINK, "--planner", "all", "--schedule", "cross_iteration", "--json")
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed) == [*list(PLANNERS)[:-1], "cross_iteration"]
+    profile, cost = ModelProfile.load(PROFILE), HalvesCost.of_all_reduce(DENSE_COST.link)
+    for fields, planner in zip(printed.values(), PLANNERS.values(), strict=True):
+        plan = plan_cross_iteration(profile, cost, planner)
+        timeline = simulate_cross_iteration(profile, plan, cost)
+        whole = simulate(profile, planner.plan(profile, DENSE_COST), DENSE_COST)
+        assert fields == {
+            "groups": [list(group) for group in plan.groups],
+            "pieces": list(plan.pieces),
+            "gather_order": list(plan.gather_order),
+            "iteration_seconds": timeline.iteration_seconds,
+            "exposed_seconds": timeline.exposed_seconds,
+            "lower_bound_seconds": timeline.lower_bound_seconds,
+            "backward_schedule_seconds": whole.communication_end_seconds + profile.forward_seconds,
+        }
+
+
 def test_auto_is_the_default_and_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     """The default is not the exact planner under its own name."""
     run(str(PROFILE), *LINK, "--json")
@@ -83,6 +107,15 @@ def test_threshold_nbytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--threshold-nbytes has no effect" in capsys.readouterr().err
 
 
+def test_cross_iteration_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns of the other schedule are cut off, or its planner is called by another name."""
+    run(str(PROFILE), *LINK, "--planner", "all", "--schedule", "cross_iteration")
+    printed = capsys.readouterr().out
+    columns = ["planner", "groups", "iteration", "exposed", "lower_bound", "backward_schedule"]
+    assert printed.splitlines()[1].split() == columns
+    assert "\ncross_iteration: [0, " in printed
+
+
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     """The table does not show every planner's groups."""
     run(str(PROFILE), *LINK, "--planner", "all")
@@ -110,6 +143,9 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
         ((PROFILE, *SPARSE, "--world-size", "1"), "--world-size must be at least 2"),
         ((PROFILE, *SPARSE, "--gather-alpha", "inf"), "--gather-alpha must be"),
         ((PROFILE, *SPARSE, "--gather-beta=-1e-9"), "--gather-beta must be"),
+        ((PROFILE, "--schedule", "cross_iteration"), "required with --schedule cross_iteration"),
+        ((PROFILE, *SPARSE, "--schedule", "cross_iteration"), "--density, --select, --world-size"),
+        ((PROFILE, *LINK, "--schedule", "later"), "--schedule"),
         (("missing.json", *LINK), "missing.json"),
         ((__file__, *LINK), "test_cli_plan.py: not JSON"),
     ],

@@ -1,7 +1,6 @@
 """When does each gradient become ready? Timed inside real training steps.
 
-One hook per parameter notes the time; on a GPU it records an event on the stream, so that nothing
-waits for the device until the result is asked for.
+One hook per parameter notes the time, by one of the `clocks`.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-_now = time.perf_counter  # the host's clock; on a GPU `_device_event` takes its place
+from lightning_mgwfbp.measure.clocks import Instant, clock_of, seconds_between
 
 
 class BackwardProfiler:
@@ -29,8 +27,7 @@ class BackwardProfiler:
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._named = [(name, p) for name, p in named_parameters if p.requires_grad]
-        on_gpu = bool(self._named) and self._named[0][1].is_cuda
-        self._now = _device_event if on_gpu else _now
+        self._now = clock_of(self._named[0][1] if self._named else None)
         self._handles: list[RemovableHandle] = []
         self._backwards: list[_Backward] = []
 
@@ -85,13 +82,13 @@ class BackwardProfiler:
 
 
 class _Backward:
-    def __init__(self, start: float | torch.cuda.Event | None) -> None:
+    def __init__(self, start: Instant | None) -> None:
         self.start = start
-        self.marks: dict[str, float | torch.cuda.Event] = {}
+        self.marks: dict[str, Instant] = {}
         self.wall_begin = self.wall_end = time.perf_counter()
         self.cpu_begin = self.cpu_end = time.process_time()
 
-    def mark(self, name: str, now: float | torch.cuda.Event) -> None:
+    def mark(self, name: str, now: Instant) -> None:
         if self.start is None and not self.marks:  # begins here
             self.wall_begin, self.cpu_begin = time.perf_counter(), time.process_time()
         self.marks[name] = now
@@ -101,19 +98,4 @@ class _Backward:
         if not self.marks:
             return {}
         start = self.start if self.start is not None else next(iter(self.marks.values()))
-        return {name: _seconds_between(start, mark) for name, mark in self.marks.items()}
-
-
-def _device_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(start, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e-3
-    assert not isinstance(end, torch.cuda.Event)
-    return end - start
+        return {name: seconds_between(start, mark) for name, mark in self.marks.items()}

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,6 +27,7 @@ Start = Callable[[Tensor, str], Pending]  # a message and its key
 
 _SMALLEST_NBYTES = 8
 _MOST_IN_FLIGHT = 4
+_MOST_PIECES_IN_FLIGHT = 16  # those of one bucket are launched together
 _GROWTH = 4  # from one size to the next
 _QUICK_SECONDS = 0.01  # what is so short is repeated more often: it is noisier, too
 _MOST_REPEATS = 15
@@ -87,6 +89,52 @@ def time_all_gather(
     )
 
 
+def time_reduce_scatter(
+    transport: Transport,
+    *,
+    largest_nbytes: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    budget_seconds: float = 3.0,
+    beside_computation: bool = False,
+) -> list[tuple[float, float]]:
+    """Time reduce-scatters of pieces, by the bytes of all rows; otherwise as `time_all_reduce`."""
+    return _time_sizes(
+        transport,
+        partial(_reduce_scatter, transport),
+        largest_nbytes,
+        dtype,
+        device,
+        budget_seconds,
+        beside_computation,
+        rows=transport.world_size,
+        most_in_flight=_MOST_PIECES_IN_FLIGHT,
+    )
+
+
+def time_all_gather_in_place(
+    transport: Transport,
+    *,
+    largest_nbytes: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    budget_seconds: float = 3.0,
+    beside_computation: bool = False,
+) -> list[tuple[float, float]]:
+    """Time all-gathers of pieces; as `time_reduce_scatter`, whose other half they are."""
+    return _time_sizes(
+        transport,
+        partial(_all_gather_in_place, transport),
+        largest_nbytes,
+        dtype,
+        device,
+        budget_seconds,
+        beside_computation,
+        rows=transport.world_size,
+        most_in_flight=_MOST_PIECES_IN_FLIGHT,
+    )
+
+
 def _all_reduce(transport: Transport, message: Tensor, key: str) -> Pending:
     return transport.all_reduce(message, key=key)
 
@@ -94,6 +142,16 @@ def _all_reduce(transport: Transport, message: Tensor, key: str) -> Pending:
 def _all_gather(transport: Transport, message: Tensor, key: str) -> Pending:
     output = message.new_empty((transport.world_size, message.numel()))
     return transport.all_gather(output, message, key=key)
+
+
+def _reduce_scatter(transport: Transport, message: Tensor, key: str) -> Pending:
+    rows = message.view(transport.world_size, -1)
+    return transport.reduce_scatter(rows[transport.rank], rows, key=key)
+
+
+def _all_gather_in_place(transport: Transport, message: Tensor, key: str) -> Pending:
+    rows = message.view(transport.world_size, -1)
+    return transport.all_gather(rows, rows[transport.rank], key=key)
 
 
 def _time_sizes(
@@ -104,26 +162,44 @@ def _time_sizes(
     device: torch.device | str,
     budget_seconds: float,
     beside_computation: bool,
+    rows: int = 1,
+    most_in_flight: int = _MOST_IN_FLIGHT,
 ) -> list[tuple[float, float]]:
+    """Time messages of `rows` rows each, of 8 bytes and more."""
     _return_free_memory()
-    largest = max(largest_nbytes // dtype.itemsize, 64)
-    buffer = torch.zeros(largest, dtype=dtype, device=device)
+    largest = max(largest_nbytes // (rows * dtype.itemsize), 64)
+    messages = _Messages(torch.zeros(rows * largest, dtype=dtype, device=device), most_in_flight)
     sizes = [max(_SMALLEST_NBYTES // dtype.itemsize, 1)]
     while sizes[-1] * _GROWTH < largest:
         sizes.append(sizes[-1] * _GROWTH)
     sizes.append(largest)
+    sizes = [rows * numel for numel in sizes]
     with _computation() if beside_computation else nullcontext():
-        return _time_each(transport, start, buffer, sizes, budget_seconds)
+        return _time_each(transport, start, messages, sizes, budget_seconds)
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """Parts of a buffer that are in flight together."""
+
+    buffer: Tensor
+    most: int
+
+    def count(self, numel: int) -> int:
+        return max(1, min(self.most, self.buffer.numel() // numel))
+
+    def of(self, numel: int) -> tuple[Tensor, ...]:
+        return self.buffer[: numel * self.count(numel)].split(numel)
 
 
 def _time_each(
     transport: Transport,
     start: Start,
-    buffer: Tensor,
+    messages: _Messages,
     sizes: Sequence[int],
     budget_seconds: float,
 ) -> list[tuple[float, float]]:
-    _time_once(transport, start, buffer, sizes[0])  # the first collective opens connections
+    _time_once(transport, start, messages.of(sizes[0]))  # the first collective opens connections
     samples: list[tuple[float, float]] = []
     spent, last = 0.0, 0.0
     for numel in sizes:
@@ -131,12 +207,13 @@ def _time_each(
         if len(samples) >= 2 and spent + last * _GROWTH * _FEWEST_REPEATS > budget_seconds:
             break
         repeats = _MOST_REPEATS if last < _QUICK_SECONDS else _FEWEST_REPEATS
-        mine = [_time_once(transport, start, buffer, numel) for _ in range(repeats)]
+        mine = [_time_once(transport, start, messages.of(numel)) for _ in range(repeats)]
         everyone = transport.all_gather_object(mine, key="slowest")
         slowest = [max(times) for times in zip(*everyone, strict=True)]
         last = statistics.median(slowest)
         spent += sum(slowest)
-        samples.append((float(numel * buffer.itemsize), last / _in_flight(buffer, numel)))
+        nbytes = float(numel * messages.buffer.itemsize)
+        samples.append((nbytes, last / messages.count(numel)))
     return samples
 
 
@@ -166,20 +243,16 @@ def _return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _in_flight(buffer: Tensor, numel: int) -> int:
-    return max(1, min(_MOST_IN_FLIGHT, buffer.numel() // numel))
-
-
-def _time_once(transport: Transport, start: Start, buffer: Tensor, numel: int) -> float:
-    """Seconds for as many messages of `numel` as are in flight together."""
-    messages = buffer[: numel * _in_flight(buffer, numel)].split(numel)
-    transport.all_reduce(buffer[:1], key="start together").wait()
-    if buffer.is_cuda:
-        torch.cuda.synchronize(buffer.device)
+def _time_once(transport: Transport, start: Start, messages: Sequence[Tensor]) -> float:
+    """Seconds for all of `messages`, in flight together."""
+    first = messages[0]
+    transport.all_reduce(first[:1], key="start together").wait()
+    if first.is_cuda:
+        torch.cuda.synchronize(first.device)
     begin = time.perf_counter()
-    pending = [start(m, f"time {numel} {i}") for i, m in enumerate(messages)]
+    pending = [start(m, f"time {m.numel()} {i}") for i, m in enumerate(messages)]
     for p in pending:
         p.wait()
-    if buffer.is_cuda:
-        torch.cuda.synchronize(buffer.device)
+    if first.is_cuda:
+        torch.cuda.synchronize(first.device)
     return time.perf_counter() - begin

@@ -1,8 +1,12 @@
 """Pure numerics: what was measured, what messages cost, and which gradients to merge. No torch."""
 
 from lightning_mgwfbp.plan.costs import AlphaBeta, Cost, DenseCost, TableCost, wire_nbytes
+from lightning_mgwfbp.plan.cross_iteration import plan_cross_iteration
+from lightning_mgwfbp.plan.cross_timeline import CrossTimeline, simulate_cross_iteration
 from lightning_mgwfbp.plan.densities import choose_densities, largest_hidden_densities
 from lightning_mgwfbp.plan.fit import LinkFit, fit_alpha_beta
+from lightning_mgwfbp.plan.forward import forward_split, forward_tails, with_forward_times
+from lightning_mgwfbp.plan.halves import Half, HalvesCost
 from lightning_mgwfbp.plan.low_rank import LowRankCost
 from lightning_mgwfbp.plan.merge_plan import MergePlan
 from lightning_mgwfbp.plan.planners import (
@@ -36,7 +40,10 @@ __all__ = [
     "AlphaBeta",
     "CheaperCost",
     "Cost",
+    "CrossTimeline",
     "DenseCost",
+    "Half",
+    "HalvesCost",
     "LayerProfile",
     "LinkFit",
     "LowRankCost",
@@ -57,10 +64,15 @@ __all__ = [
     "all_gather_link",
     "choose_densities",
     "fit_alpha_beta",
+    "forward_split",
+    "forward_tails",
     "largest_hidden_densities",
     "lower_bound_seconds",
+    "plan_cross_iteration",
     "resolve_planner",
     "selected",
     "simulate",
+    "simulate_cross_iteration",
     "wire_nbytes",
+    "with_forward_times",
 ]

@@ -19,14 +19,17 @@ from lightning_mgwfbp.plan.records import (
     require_text,
 )
 
+_OPTIONAL = ("densities", "pieces", "gather_order")  # left out of files where empty
+
 
 @dataclass(frozen=True)
 class MergePlan(Saved):
     """Merge groups as `[start, stop)` index pairs into `names`, both in backward order.
 
     ValueError if the groups do not partition the names: each one starts where the one before
-    stopped, none is empty, and the last stops at the last name; or if the densities are not one
-    per group, each None or in (0, 1].
+    stopped, none is empty, and the last stops at the last name; if the densities are not one per
+    group, each None or in (0, 1]; or if only one of pieces and forward order is there, pieces are
+    not at least one for each group, or forward order is no permutation of the groups.
     """
 
     names: tuple[str, ...]
@@ -36,6 +39,16 @@ class MergePlan(Saved):
     """Per group, if any: the fraction of its compressible elements that travels.
 
     1 is all of them, whole, by all-reduce; None is as the compressor says.
+    """
+    pieces: tuple[int, ...] = ()
+    """Per group, where the halves of its all-reduce go by themselves.
+
+    How many messages each half is cut into, at least one.
+    """
+    gather_order: tuple[int, ...] = ()
+    """The groups in the order in which the next forward first uses them.
+
+    The sooner used, the sooner all-gathered. There if and only if there are pieces.
     """
 
     def __post_init__(self) -> None:
@@ -57,17 +70,36 @@ class MergePlan(Saved):
                 f"groups must cover all {len(self.names)} parameters, got {covered} covered"
             )
         self._check_densities()
+        self._check_halves()
 
     def _check_densities(self) -> None:
-        require_list("densities", self.densities)
-        if self.densities and len(self.densities) != len(self.groups):
-            raise ValueError(
-                f"densities must be one for each of the {len(self.groups)} groups, "
-                f"got {len(self.densities)}"
-            )
+        self._check_one_per_group("densities", self.densities)
         for index, density in enumerate(self.densities):
             if density is not None:
                 require_density(f"densities[{index}]", density)
+
+    def _check_halves(self) -> None:
+        self._check_one_per_group("pieces", self.pieces)
+        for index, count in enumerate(self.pieces):
+            require_count(f"pieces[{index}]", count, least=1)
+        self._check_one_per_group("gather_order", self.gather_order)
+        for index, group in enumerate(self.gather_order):
+            require_count(f"gather_order[{index}]", group)
+            if group >= len(self.groups) or group in self.gather_order[:index]:
+                raise ValueError(
+                    f"gather_order[{index}] must be another one of the {len(self.groups)} groups, "
+                    f"from 0 on, got {group}"
+                )
+        if bool(self.pieces) != bool(self.gather_order):
+            lacking = "gather_order" if self.pieces else "pieces"
+            raise ValueError(f"{lacking} must be given too: pieces and gather_order go together")
+
+    def _check_one_per_group(self, name: str, values: Sequence[object]) -> None:
+        require_list(name, values)
+        if values and len(values) != len(self.groups):
+            raise ValueError(
+                f"{name} must be one for each of the {len(self.groups)} groups, got {len(values)}"
+            )
 
     @property
     def density_of_groups(self) -> tuple[float | None, ...]:
@@ -79,19 +111,19 @@ class MergePlan(Saved):
         require_same_parameters("merge plan", self.names, names)
 
     def to_json(self) -> str:
-        optional = {"densities": self.densities} if self.densities else {}
+        optional = {key: getattr(self, key) for key in _OPTIONAL if getattr(self, key)}
         return dump(planner=self.planner, names=self.names, groups=self.groups, **optional)
 
     @classmethod
     def from_json(cls, text: str, source: str) -> "MergePlan":
         with located(source):
-            fields = parse(text, ("planner", "names", "groups"), ("densities",))
-            fields.setdefault("densities", [])
-            for name in ("names", "groups", "densities"):
-                require_list(name, fields[name])
-            groups = tuple(_pair(index, pair) for index, pair in enumerate(fields["groups"]))
-            densities = tuple(fields["densities"])
-            return cls(tuple(fields["names"]), groups, fields["planner"], densities)
+            fields = parse(text, ("planner", "names", "groups"), _OPTIONAL)
+            planner = fields.pop("planner")
+            for name, value in fields.items():
+                require_list(name, value)
+            groups = tuple(_pair(index, pair) for index, pair in enumerate(fields.pop("groups")))
+            lists = {name: tuple(value) for name, value in fields.items()}
+            return cls(planner=planner, groups=groups, **lists)
 
 
 def _pair(index: int, pair: object) -> tuple[int, int]:

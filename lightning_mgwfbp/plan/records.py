@@ -95,9 +95,9 @@ def require_list(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a list, got {value!r:.60}")
 
 
-def require_count(name: str, value: object) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name} must be a whole number, at least 0, got {value!r:.60}")
+def require_count(name: str, value: object, least: int = 0) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r:.60}")
 
 
 def require_number(name: str, value: object, unit: str = "seconds") -> None:

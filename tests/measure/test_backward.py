@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mgwfbp.measure import backward as module_under_test
+from lightning_mgwfbp.measure import clocks
 from lightning_mgwfbp.measure.backward import BackwardProfiler
 
 
@@ -25,7 +25,7 @@ class Chain(nn.Module):
 def on_clock(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
     """The profiler's clock reads `times`, one after the other."""
     left: Iterator[float] = iter(times)
-    monkeypatch.setattr(module_under_test, "_now", lambda: next(left))
+    monkeypatch.setattr(clocks, "now", lambda: next(left))
 
 
 def attached(chain: nn.Module) -> BackwardProfiler:

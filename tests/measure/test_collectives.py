@@ -11,7 +11,11 @@ from torch import Tensor
 
 from lightning_mgwfbp.exchange.transport import LoopbackTransport, Pending
 from lightning_mgwfbp.measure import collectives
-from lightning_mgwfbp.measure.collectives import time_all_gather, time_all_reduce
+from lightning_mgwfbp.measure.collectives import (
+    time_all_gather,
+    time_all_reduce,
+    time_reduce_scatter,
+)
 
 Samples = list[tuple[float, float]]
 
@@ -28,6 +32,7 @@ class Link(LoopbackTransport):
         self.most_in_flight = 0
         self.messages: list[Tensor] = []
         self.gathered: list[Tensor] = []
+        self.scattered: list[Tensor] = []
 
     def all_reduce(self, buffer: Tensor, *, key: str) -> Pending:
         self.messages.append(buffer)
@@ -40,6 +45,12 @@ class Link(LoopbackTransport):
         assert output.shape == (self.world_size, buffer.numel())
         pending = self.all_reduce(buffer, key=key)
         self.gathered.append(buffer)
+        return pending
+
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
+        assert buffer.shape == (self.world_size, output.numel())
+        pending = self.all_reduce(buffer, key=key)
+        self.scattered.append(buffer)
         return pending
 
     def _wait(self) -> None:
@@ -129,3 +140,27 @@ def test_all_gathers_on_ranks_that_meet() -> None:
     assert ours == theirs
     assert [size for size, _ in ours] == [8, 32, 128, 512, 1000]
     assert all(seconds > 0 for _, seconds in ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("largest", [1, 1000, 100_000])
+def test_reduce_scatters_are_timed_by_what_all_rows_hold(
+    link: Link, largest: int, dtype: torch.dtype
+) -> None:
+    """Another collective is timed, rows are unequal, or sizes are those of one row."""
+    link.world_size = 3
+    samples = time_reduce_scatter(link, largest_nbytes=largest, dtype=dtype, budget_seconds=1e9)
+    sizes = [size for size, _ in samples]
+    assert sizes[0] == 3 * 8
+    assert sizes[-1] == max(largest // (3 * dtype.itemsize), 64) * 3 * dtype.itemsize
+    assert {m.nbytes for m in link.scattered} == set(sizes)
+    assert {m.dtype for m in link.scattered} == {dtype}
+    assert link.most_in_flight == 16
+    assert [t for _, t in samples] == pytest.approx([2e-3 + 1e-6 * size for size in sizes])
+
+
+def test_reduce_scatters_on_ranks_that_meet() -> None:
+    """Ranks time different messages, or fit different links."""
+    ours, theirs = on_ranks(lambda t: time_reduce_scatter(t, largest_nbytes=1000))
+    assert ours == theirs
+    assert [size for size, _ in ours] == [16, 64, 256, 1000]

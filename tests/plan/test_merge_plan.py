@@ -27,6 +27,35 @@ def test_densities_file(tmp_path: Path) -> None:
     assert MergePlan.load(tmp_path / "plan.json") == plan
 
 
+def test_halves_file(tmp_path: Path) -> None:
+    """Pieces or priorities of an exchange in halves are lost."""
+    plan = replace(PLAN, pieces=(1, 3), gather_order=(1, 0))
+    plan.save(tmp_path / "plan.json")
+    fields = json.loads((tmp_path / "plan.json").read_text())
+    assert fields == {**FIELDS, "pieces": [1, 3], "gather_order": [1, 0]}
+    assert MergePlan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    ("pieces", "gather_order", "said"),
+    [
+        ((1, 3), (), "gather_order must be given too"),
+        ((), (1, 0), "pieces must be given too"),
+        ((1,), (1, 0), "pieces must be one for each of the 2 groups, got 1"),
+        ((1, 3, 1), (1, 0), "pieces must be one for each of the 2 groups, got 3"),
+        ((1, 0), (1, 0), r"pieces\[1\] must be a whole number, at least 1, got 0"),
+        ((1, 3), (0,), "gather_order must be one for each of the 2 groups, got 1"),
+        ((1, 3), (0, 0), r"gather_order\[1\] must be another one of the 2 groups, .* got 0"),
+        ((1, 3), (2, 0), r"gather_order\[0\] must be another one of the 2 groups, .* got 2"),
+        ((1, 3), (0, -1), r"gather_order\[1\] must be a whole number, at least 0, got -1"),
+    ],
+)
+def test_wrong_halves(pieces: tuple[int, ...], gather_order: tuple[int, ...], said: str) -> None:
+    """A group without messages or without a place in forward, or one with two, is accepted."""
+    with pytest.raises(ValueError, match=f"^{said}"):
+        replace(PLAN, pieces=pieces, gather_order=gather_order)
+
+
 def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     """Writing is not atomic: the target or a partial file is touched although writing failed."""
     target = tmp_path / "plan.json"
@@ -77,12 +106,26 @@ def test_no_partition(groups: tuple[tuple[int, int], ...]) -> None:
         ("densities", [0.5, 1.5]),
         ("densities", [0.5, True]),
         ("densities", [0.5, "1"]),
+        ("pieces", 1),
+        ("pieces", None),
+        ("pieces", [1]),
+        ("pieces", [1, 0]),
+        ("pieces", [1, 1.0]),
+        ("pieces", [1, True]),
+        ("gather_order", "10"),
+        ("gather_order", None),
+        ("gather_order", [0]),
+        ("gather_order", [1, 1]),
+        ("gather_order", [1, 2]),
+        ("gather_order", [1, 0.0]),
+        ("gather_order", [True, False]),
     ],
 )
 def test_wrong_file(field: str, value: object) -> None:
     """A wrong value is accepted, or the error does not name file and field."""
+    halves = {"pieces": [1, 1], "gather_order": [1, 0]}
     with pytest.raises(ValueError, match=rf"^p\.json: '?{field}"):
-        MergePlan.from_json(json.dumps({**FIELDS, field: value}), "p.json")
+        MergePlan.from_json(json.dumps({**FIELDS, **halves, field: value}), "p.json")
 
 
 @pytest.mark.parametrize("field", FIELDS)
