@@ -38,10 +38,9 @@ class Bucket:
         self._sizes = [p.numel() * (2 if p.is_complex() else 1) for p in self.parameters]
         self.body_numel = sum(self._sizes[:compressed])
         self._tail_numel = len(self.parameters) + 1
-        self._buffer = torch.empty(
-            sum(self._sizes) + self._tail_numel,
-            dtype=real_dtype(sample.dtype),
-            device=sample.device,
+        self._numel = sum(self._sizes) + self._tail_numel
+        self._padded = torch.empty(
+            self._numel, dtype=real_dtype(sample.dtype), device=sample.device
         )
         self._views: list[Tensor] = []
         self._used: Sequence[bool] = ()
@@ -50,22 +49,33 @@ class Bucket:
     @property
     def buffer(self) -> Tensor:
         """What is exchanged, (numel + tail,)."""
-        return self._buffer
+        return self._padded[: self._numel]
+
+    @property
+    def padded(self) -> Tensor:
+        """The buffer, and behind it numbers without a meaning, (numel + tail + padding,)."""
+        return self._padded
 
     @property
     def data(self) -> Tensor:
         """The gradients, (numel,)."""
-        return self._buffer[: -self._tail_numel]
+        return self._padded[: self._numel - self._tail_numel]
 
     @property
     def tail(self) -> Tensor:
         """What travels behind them, (number of parameters + 1,)."""
-        return self._buffer[-self._tail_numel :]
+        return self._padded[self._numel - self._tail_numel : self._numel]
 
     @property
     def is_used_here(self) -> Sequence[bool]:
         """Which parameters this rank has a gradient for, as `pack` was told."""
         return self._used
+
+    def pad(self, multiple: int) -> None:
+        """Let `padded` have a multiple of so many numbers; what the buffer holds is lost."""
+        numel = -(-self._numel // multiple) * multiple
+        if numel != self._padded.numel():
+            self._padded = self._padded.new_zeros(numel)
 
     def chunks(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Cut `flat`, (numel,), into what belongs to each parameter, (its numel,) of reals."""
@@ -128,8 +138,8 @@ class Bucket:
 
     def _let_go_of_held_views(self) -> None:
         # the buffer itself and the handle that asks make two
-        if torch._C._storage_Use_Count(self._buffer.untyped_storage()._cdata) > 2:
-            self._buffer = torch.empty_like(self._buffer)
+        if torch._C._storage_Use_Count(self._padded.untyped_storage()._cdata) > 2:
+            self._padded = torch.empty_like(self._padded)
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:

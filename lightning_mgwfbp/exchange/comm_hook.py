@@ -126,7 +126,12 @@ class CommHookExchanger(Exchanger):
     def compresses(self, parameter: Tensor) -> bool:
         return True
 
-    def adopt(self, buckets: Sequence[Bucket]) -> None:
+    def adopt(
+        self,
+        buckets: Sequence[Bucket],
+        pieces: Sequence[int] = (),
+        gather_order: Sequence[int] = (),
+    ) -> None:
         self._buckets = [bucket for bucket in buckets if bucket.body_numel]
 
     def start(self, bucket: Bucket, *, key: str, density: float | None = None) -> Exchange:

@@ -49,7 +49,12 @@ class CompressedExchanger(FeedbackExchanger):
     def compresses(self, parameter: Tensor) -> bool:
         return parameter.numel() >= max(1, self.compressor.dense_below_numel)
 
-    def adopt(self, buckets: Sequence[Bucket]) -> None:
+    def adopt(
+        self,
+        buckets: Sequence[Bucket],
+        pieces: Sequence[int] = (),
+        gather_order: Sequence[int] = (),
+    ) -> None:
         self._feedback.adopt(buckets)
 
     def prepare(self, gradients: Iterable[Tensor]) -> None:

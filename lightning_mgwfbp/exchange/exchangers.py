@@ -56,8 +56,19 @@ class Exchanger(ABC):
         """Whether the gradient of `parameter` may travel other than exactly."""
         return False
 
-    def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """Be ready for these, in the place of those before; between two exchanges."""
+    def adopt(
+        self,
+        buckets: Sequence[Bucket],
+        pieces: Sequence[int] = (),
+        gather_order: Sequence[int] = (),
+    ) -> None:
+        """Be ready for these, in the place of those before; between two exchanges.
+
+        Args:
+            buckets: in the order in which they will be started.
+            pieces: how many messages each is cut into, where an exchange has two halves.
+            gather_order: the order of their second halves. Both, or none.
+        """
 
     def prepare(self, gradients: Iterable[Tensor]) -> None:
         """See all that this rank is about to contribute."""
@@ -86,6 +97,9 @@ class Exchanger(ABC):
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Take up the state of a run of `len(states)` ranks; the mean over ranks is kept."""
+
+    def close(self) -> None:
+        """End what goes on beside the caller; also in the middle of an exchange."""
 
 
 class DenseExchanger(Exchanger):

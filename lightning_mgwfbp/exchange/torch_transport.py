@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mgwfbp.exchange.scratch import Scratch
+from lightning_mgwfbp.exchange.sum_of_rows import SumOfRows
 from lightning_mgwfbp.exchange.transport import Pending
 
 T = TypeVar("T")
@@ -41,6 +43,8 @@ class TorchTransport:
                 " first (Lightning's strategies do)."
             )
         self._owned = process_group is None
+        self._scratch = Scratch()
+        self._timeout = timeout
         self._group = dist.new_group(timeout=timeout) if process_group is None else process_group
         self.rank = dist.get_rank(self._group)
         self.world_size = dist.get_world_size(self._group)
@@ -57,7 +61,12 @@ class TorchTransport:
         return _all_gather_single(output.view(-1), buffer, group=self._group, async_op=True)
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
-        # over gloo this moves as many bytes as an all-reduce
+        if buffer.device.type == "cpu":
+            received = self._scratch.take(buffer)
+            work = dist.all_to_all_single(
+                received.view(-1), buffer.view(-1), group=self._group, async_op=True
+            )
+            return SumOfRows(work, output, received, self._scratch)
         return _reduce_scatter_single(output, buffer.view(-1), group=self._group, async_op=True)
 
     def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:
@@ -80,6 +89,15 @@ class TorchTransport:
 
     def barrier(self, *, key: str) -> None:
         dist.barrier(group=self._group)
+
+    def sibling(self) -> TorchTransport:
+        ranks = dist.get_process_group_ranks(self._group)
+        # only where other processes do not come here: torch makes such a group badly twice
+        is_part = len(ranks) < dist.get_world_size()
+        group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=is_part)
+        sibling = TorchTransport(group)
+        sibling._owned, sibling._timeout = True, self._timeout
+        return sibling
 
     def _global(self, root: int) -> int:
         # the argument that takes a rank of the group itself is younger than torch 2.4

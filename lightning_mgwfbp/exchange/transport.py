@@ -43,11 +43,12 @@ class Transport(Protocol):
         """Start to replace `buffer`, of any shape, by its sum over all ranks."""
 
     def all_gather(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
-        """Start to fill `output`, (world_size, numel), with every rank's `buffer`, (numel,)."""
+        """Start to fill `output`, (world_size, numel), with every rank's `buffer`, (numel,), which
+        may be this rank's row of `output`."""
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
         """Start to fill `output`, (numel,), with the sum over all ranks of this rank's row of
-        `buffer`, (world_size, numel)."""
+        `buffer`, (world_size, numel), whose memory it may be."""
 
     def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:
         """Start to replace `buffer`, of any shape, by rank `root`'s."""
@@ -64,6 +65,12 @@ class Transport(Protocol):
     def barrier(self, *, key: str) -> None:
         """Return once every rank has called it."""
 
+    def sibling(self) -> Transport:
+        """Return another transport over the same ranks, whose calls have an order of their own.
+
+        Collective. To be closed for itself.
+        """
+
     def close(self) -> None:
         """Give back what the transport opened."""
 
@@ -78,6 +85,7 @@ class _Hub:
 
     def __init__(self, world_size: int, timeout_seconds: float) -> None:
         self.world_size = world_size
+        self.timeout_seconds = timeout_seconds
         self.barrier = threading.Barrier(world_size, timeout=timeout_seconds)
         self.slots: list[tuple[str, Any]] = [("", None)] * world_size
 
@@ -149,6 +157,13 @@ class LoopbackTransport:
 
     def barrier(self, *, key: str) -> None:
         self._hub.meet(self.rank, key, None, list)
+
+    def sibling(self) -> LoopbackTransport:
+        def first(hubs: list[_Hub]) -> _Hub:
+            return hubs[0]
+
+        mine = _Hub(self.world_size, self._hub.timeout_seconds)
+        return LoopbackTransport(self._hub.meet(self.rank, "sibling", mine, first), self.rank)
 
     def close(self) -> None:
         return

@@ -70,6 +70,22 @@ def test_flags_and_notice() -> None:
     assert bucket.buffer.numel() == 5 + 3 + 1
 
 
+@pytest.mark.parametrize("multiple", [1, 9, 10, 64])
+def test_padding_lies_behind_the_tail(multiple: int) -> None:
+    """What is cut into equal shards is no multiple, or padding is taken for flags."""
+    bucket = Bucket([torch.empty(2), torch.empty(3), torch.empty(1)])  # and 4 numbers more
+    bucket.pad(multiple)
+    assert bucket.padded.numel() == -(-10 // multiple) * multiple
+    for _ in range(2):
+        bucket.pack([torch.ones(2), None, torch.ones(1)], [True, False, True], notice=True)
+        held = bucket.padded  # so that the next round is in other memory
+        held[10:] = 9
+        assert bucket.buffer.tolist() == [1, 1, 0, 0, 0, 1, 1, 0, 1, 1]
+        assert bucket.data.tolist() == [1, 1, 0, 0, 0, 1]
+        assert bucket.used() == [True, False, True]
+        assert bucket.buffer.data_ptr() == bucket.padded.data_ptr()
+
+
 @pytest.mark.parametrize(
     "hold",
     [

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from loopback import same_bits
 from ranks import run_ranks
+from torch import Tensor
 
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 
@@ -41,6 +43,35 @@ def _given_group(_: int) -> float:
 def test_close_leaves_a_given_group_alone() -> None:
     """The same for a group that the caller brought."""
     assert run_ranks(_given_group) == [2.0, 2.0]
+
+
+def _two_sums(rank: int, dtype: torch.dtype, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum over all ranks by an all-reduce, by its two halves, and in the order of ranks."""
+    transport = TorchTransport()
+    given = [
+        torch.randn(world_size, 1000, generator=torch.Generator().manual_seed(r)).mul(99).to(dtype)
+        for r in range(world_size)
+    ]
+    whole, halves = given[rank].clone(), given[rank].clone()
+    transport.all_reduce(whole, key="whole").wait()
+    transport.reduce_scatter(halves[rank], halves, key="scatter").wait()
+    transport.all_gather(halves, halves[rank].clone(), key="gather").wait()
+    transport.close()
+    in_order = given[0].clone()
+    for each in given[1:]:
+        in_order += each
+    return whole, halves, in_order
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64], ids=str
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_reduce_scatter_adds_in_the_order_of_ranks(dtype: torch.dtype, world_size: int) -> None:
+    """Two ranks get other bits than an all-reduce's, or sums depend on who comes first."""
+    for whole, halves, in_order in run_ranks(_two_sums, dtype, world_size, world_size=world_size):
+        assert same_bits(halves, in_order)
+        assert world_size > 2 or same_bits(halves, whole)
 
 
 def _subgroup(rank: int) -> list[int]:

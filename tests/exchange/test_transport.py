@@ -111,6 +111,25 @@ def test_reduce_scatter_gives_each_rank_the_sum_of_its_row(run: Run) -> None:
     assert run(halves) == [[[10, 12, 14]] * 3, [[16, 18, 20]] * 3]
 
 
+def halves_in_place(transport: Transport) -> list[Any]:
+    rank, world_size = transport.rank, transport.world_size
+    rows = torch.arange(2.0 * world_size).view(world_size, 2) + 10 * rank
+    for half in ("scatter", "gather"):
+        if half == "scatter":
+            pending = transport.reduce_scatter(rows[rank], rows, key=half)
+        else:
+            pending = transport.all_gather(rows, rows[rank], key=half)
+        for _ in range(2):
+            pending.wait()
+    return rows.tolist()
+
+
+@over_each
+def test_halves_may_share_their_memory(run: Run) -> None:
+    """The own row is overwritten before it is read; or waiting twice adds twice."""
+    assert run(halves_in_place) == [[[10, 12], [14, 16]]] * 2
+
+
 def left_too_early(transport: Transport) -> bool:
     if transport.rank == 0:
         time.sleep(0.2)

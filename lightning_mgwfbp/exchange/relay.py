@@ -1,0 +1,112 @@
+"""`Relay`: a thread between the two halves of decoupled exchanges.
+
+All-gathers have one order, the same on all ranks. The next one goes when its own reduce-scatter is
+done and no other is under way here, for what became ready later is as a rule used earlier, and so
+the more urgent. When that is, each rank decides for itself, at the moment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from queue import Empty, SimpleQueue
+
+import torch
+
+from lightning_mgwfbp.exchange.transport import Pending
+
+# Enough to keep the link busy, and soon out of the way of a reduce-scatter.
+_MOST_UNDER_WAY = 2
+_LEAVE_SECONDS = 5.0  # other ranks may wait for this one to be gone
+
+
+class Relay:
+    """A thread that waits for reduce-scatters and launches all-gathers, round after round.
+
+    Args:
+        gathers: of one round, in their order: how many reduce-scatters must be done before each.
+        launch: launches the all-gather of that number in the order.
+        fail: told the error that has ended the thread.
+        device: where the pieces lie.
+    """
+
+    def __init__(
+        self,
+        gathers: Sequence[int],
+        launch: Callable[[int], Pending],
+        fail: Callable[[BaseException], None],
+        device: torch.device,
+    ) -> None:
+        self._gathers = gathers
+        self._launch = launch
+        self._fail = fail
+        self._device = device
+        self._scattered: SimpleQueue[Pending | None] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run, name="lightning_mgwfbp all-gathers", daemon=True
+        )
+        self._thread.start()
+        # an interpreter that ends while the thread comes back from a collective aborts
+        atexit.register(self._end, _LEAVE_SECONDS)
+
+    def put(self, pending: Pending) -> None:
+        """Tell of the next reduce-scatter, which has been launched."""
+        self._scattered.put(pending)
+
+    def stop(self) -> None:
+        """End the thread.
+
+        It first goes as far in the order as what was put allows. Were all-gathers left out, other
+        ranks would wait for them, and this one, perhaps, for those ranks' reduce-scatters.
+        """
+        atexit.unregister(self._end)
+        self._end()
+        with suppress(Empty):
+            while True:
+                pending = self._scattered.get_nowait()
+                if pending is not None:  # it comes after what has failed
+                    with suppress(Exception):
+                        pending.wait()
+
+    def _end(self, limit_seconds: float | None = None) -> None:
+        self._scattered.put(None)
+        self._thread.join(limit_seconds)
+
+    def _run(self) -> None:
+        # on a GPU waits are queued in the current stream: not in that of backward
+        on_gpu = self._device.type == "cuda"
+        stream = torch.cuda.stream(torch.cuda.Stream(self._device)) if on_gpu else nullcontext()
+        try:
+            with stream:
+                while self._run_round():
+                    pass
+        except BaseException as error:
+            self._fail(error)
+
+    def _run_round(self) -> bool:
+        """Return whether there may be another one."""
+        done = 0  # reduce-scatters, as many as all-gathers in all
+        under_way: deque[Pending] = deque()  # all-gathers
+        for number, needed in enumerate(self._gathers):
+            while done < needed or (done < len(self._gathers) and self._must_give_way(under_way)):
+                if not self._wait_for_next():
+                    return False
+                done += 1
+            under_way.append(self._launch(number))
+        return True
+
+    def _must_give_way(self, under_way: deque[Pending]) -> bool:
+        """Wait until few all-gathers are under way; return whether a reduce-scatter is by then."""
+        while self._scattered.empty() and len(under_way) >= _MOST_UNDER_WAY:
+            under_way.popleft().wait()
+        return not self._scattered.empty()
+
+    def _wait_for_next(self) -> bool:
+        pending = self._scattered.get()  # let go of on return: it keeps the bucket's memory
+        if pending is None:
+            return False
+        pending.wait()
+        return True
