@@ -9,6 +9,7 @@ from lightning_mgwfbp.engine.merged_optimizer import MergedOptimizer
 from lightning_mgwfbp.exchange.broadcast import broadcast_optimizer_state, broadcast_parameters
 from lightning_mgwfbp.exchange.comm_hook import DDPCommHook
 from lightning_mgwfbp.exchange.compressors import Cast, Compressor, Quantize8, RandomK, TopK
+from lightning_mgwfbp.exchange.horovod_transport import HorovodTransport
 from lightning_mgwfbp.exchange.power_sgd import PowerSGD
 from lightning_mgwfbp.plan import (
     MGWFBP,
@@ -30,6 +31,7 @@ __all__ = [
     "Cast",
     "Compressor",
     "DDPCommHook",
+    "HorovodTransport",
     "MGWFBPStrategy",
     "MergePlan",
     "MergedOptimizer",

@@ -5,6 +5,7 @@ It drives training no differently than without it: no batch is consumed, repeate
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +37,11 @@ class WarmupCallback(pl.Callback):
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> WarmupCallback:
-        """The user's own, or a new one at the head of the trainer's callbacks."""
+        """The user's own, or a new one, at the head of the trainer's callbacks: those behind it
+        find complete updates."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        given = [c for c in callbacks if isinstance(c, cls)]
-        if not given:
-            given = [cls()]
-            callbacks[:0] = given
+        given = [c for c in callbacks if isinstance(c, cls)] or [cls()]
+        callbacks[:] = given + [c for c in callbacks if c not in given]
         return given[0]
 
     def attach(self, strategy: MGWFBPStrategy) -> None:
@@ -98,6 +98,29 @@ class WarmupCallback(pl.Callback):
         tuned = session.warmup.step_ended()
         if tuned is not None:
             self.on_plan(trainer, tuned)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._flush()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._flush()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._flush()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        with suppress(RuntimeError):  # of the network: there is an exception already
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._session is not None:
+            self._session.flush()
 
     @property
     def _session(self) -> Session | None:

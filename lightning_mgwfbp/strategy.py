@@ -7,7 +7,8 @@ strategy; what DistributedDataParallel does around a forward and a backward is d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
@@ -33,13 +34,14 @@ from lightning_mgwfbp.ddp_arguments import check_ddp_arguments, take_comm_hook
 from lightning_mgwfbp.engine.agreement import parameter_facts, require_agreement
 from lightning_mgwfbp.engine.averaged_step import AveragedStep
 from lightning_mgwfbp.engine.checkpoint import ExchangeState
-from lightning_mgwfbp.engine.options import Options
+from lightning_mgwfbp.engine.deferred_step import DeferredStep
+from lightning_mgwfbp.engine.options import Options, Schedule
 from lightning_mgwfbp.engine.session import Session
 from lightning_mgwfbp.engine.warmup import Tuned
 from lightning_mgwfbp.exchange.broadcast import broadcast_tensors
 from lightning_mgwfbp.exchange.horovod_rendezvous import load_horovod
 from lightning_mgwfbp.exchange.horovod_transport import HorovodTransport
-from lightning_mgwfbp.exchange.methods import ExchangeMethod
+from lightning_mgwfbp.exchange.methods import ExchangeMethod, resolve_compressor
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.horovod_environment import HorovodEnvironment
@@ -49,6 +51,7 @@ from lightning_mgwfbp.module_state import (
     exchanged_parameters,
 )
 from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Planner
+from lightning_mgwfbp.schedules import against_cross_iteration, who_looks_at_weights
 
 _NAMES: dict[str, dict[str, Any]] = {
     "mgwfbp": {"start_method": "popen"},
@@ -56,6 +59,7 @@ _NAMES: dict[str, dict[str, Any]] = {
     "mgwfbp_fork": {"start_method": "fork"},
     "mgwfbp_notebook": {"start_method": "fork"},
     "mgwfbp_topk": {"start_method": "popen", "compressor": "topk"},
+    "mgwfbp_cross_iteration": {"start_method": "popen", "schedule": "cross_iteration"},
     "mgwfbp_horovod": {"start_method": "popen", "transport": "horovod"},
 }
 
@@ -83,6 +87,9 @@ class MGWFBPStrategy(DDPStrategy):
         forward_sync_buffers: DDP's newer name for `broadcast_buffers`.
         init_sync: give all ranks rank 0's parameters and buffers at the start of fit.
         static_graph: a promise that every backward uses the same parameters equally often.
+        schedule: "backward": gradients are averaged before the optimizer steps;
+            "cross_iteration": each merge group is averaged and stepped only when the next forward
+            needs it; "auto": that where nothing stands against it.
         transport: what carries gradients, "torch" (also "auto": torch.distributed) or "horovod",
             beside which torch.distributed carries Lightning's own traffic, over gloo.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
@@ -119,6 +126,7 @@ class MGWFBPStrategy(DDPStrategy):
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
         static_graph: bool = False,
+        schedule: Literal["backward", "cross_iteration", "auto"] = "backward",
         transport: Literal["auto", "torch", "horovod"] = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -160,6 +168,7 @@ class MGWFBPStrategy(DDPStrategy):
             profile=profile,
             link=link,
             static_graph=static_graph,
+            schedule=schedule,
         )
         given = [b for b in (broadcast_buffers, forward_sync_buffers) if b is not None]
         self._broadcast_buffers = all(given)
@@ -167,7 +176,7 @@ class MGWFBPStrategy(DDPStrategy):
         self._carrier = transport
         self._buffers: BufferRefresher | None = None
         self._transport: Transport | None = None
-        self._steps: dict[int, AveragedStep] = {}
+        self._steps: dict[int, AveragedStep | DeferredStep] = {}
         self._last_state: ExchangeState | None = None
         self.session: Session | None = None  # while fitting on several ranks
         self.tuned: Tuned | None = None
@@ -215,7 +224,8 @@ class MGWFBPStrategy(DDPStrategy):
         module = self.lightning_module
         if self._transport is None or module is None:
             return  # one process
-        settings = self._options.settle(self._transport)
+        options = replace(self._options, schedule=self._choose_schedule(trainer))
+        settings = options.settle(self._transport)
         plugin = self.precision_plugin
         scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
         self.session = Session(
@@ -224,11 +234,12 @@ class MGWFBPStrategy(DDPStrategy):
             self.optimizers,
             self._transport,
             settings,
+            module,
             None if scaler is None else scaler.get_scale,
         )
-        step, reducer = super().optimizer_step, self.session.reducer
-        self._steps = {id(o): AveragedStep(o, reducer, step) for o in self.optimizers}
-        if reducer.exchanger.needs_whole_gradient:
+        step = super().optimizer_step
+        self._steps = {id(o): self.session.step_of(o, step) for o in self.optimizers}
+        if self.session.reducer.exchanger.needs_whole_gradient:
             rank_zero_info(
                 "local_clip_norm=... needs the whole gradient: every exchange begins when backward"
                 " has ended, and nothing overlaps it."
@@ -240,11 +251,40 @@ class MGWFBPStrategy(DDPStrategy):
         if tuned is not None:
             callback.on_plan(trainer, tuned)
 
+    def _choose_schedule(self, trainer: pl.Trainer) -> Schedule:
+        """Settle what "auto" comes to, the same on all ranks, or refuse what cannot work."""
+        if self._options.schedule == "backward":
+            return "backward"
+        transport, module = self._transport, self.lightning_module
+        assert transport is not None
+        assert module is not None
+        compressor = resolve_compressor(self._options.compressor)
+        mine = against_cross_iteration(trainer, compressor), who_looks_at_weights(trainer)
+        reasons, watchers = zip(*transport.all_gather_object(mine, key="schedule"), strict=True)
+        reason, watcher = (next(filter(None, said), None) for said in (reasons, watchers))
+        if reason is not None and self._options.schedule == "cross_iteration":
+            raise ValueError(
+                f'`schedule="cross_iteration"` cannot work: {reason}. Use `schedule="backward"`'
+                ' (`strategy="mgwfbp"`), or "auto", which falls back to it.'
+            )
+        if watcher is not None:
+            reason = reason or f"{watcher} may look at weights right after a step"
+            if self._options.schedule == "cross_iteration":
+                rank_zero_warn(
+                    f'`schedule="cross_iteration"` has no effect: {reason}, so each is made whole'
+                    " before, and nothing hides behind the next forward."
+                )
+        if reason is not None:
+            rank_zero_info(f'The schedule is "backward": {reason}.')
+            return "backward"
+        return "cross_iteration"
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         if self._buffers is not None and self.session is not None:
             self._buffers.before_forward(goes_stale=self.session.reducer.syncing)
-        return super().training_step(*args, **kwargs)
+        with nullcontext() if self.session is None else self.session.forward():
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -263,7 +303,7 @@ class MGWFBPStrategy(DDPStrategy):
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if self.session is not None:
-            self.session.reducer.synchronize()
+            self.session.backward_ended()
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

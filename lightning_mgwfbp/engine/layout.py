@@ -36,6 +36,8 @@ class Layout:
     Attributes:
         buckets: (B,).
         densities: what the plan has chosen for each bucket, if it has, (B,).
+        pieces: of each bucket, if the plan has any, (B,).
+        gather_order: of the buckets, if the plan has one, (B,).
         members: indices into `parameters` for each bucket, (B,) of lists.
         descriptions: for each bucket which merge group it is (part) of, and what it carries, (B,).
         bucket_of: bucket of each parameter, (N,); -1 for one that is not in the plan.
@@ -59,9 +61,11 @@ class Layout:
         self.densities: list[float | None] = []
         # made once here, since the reducer names a bucket whenever it launches or waits
         self.descriptions: list[str] = []
+        parts_of: list[list[int]] = []  # buckets of each group
         groups = zip(plan.groups, plan.density_of_groups, strict=True)
         for group, ((start, stop), density) in enumerate(groups):
             indices = [index_of[name] for name in plan.names[start:stop]]
+            parts_of.append([])
             for part in split_by_storage(indices, parameters):
                 first, last = names[part[0]], names[part[-1]]
                 self.descriptions.append(
@@ -70,6 +74,7 @@ class Layout:
                 self.densities.append(density)
                 compressed = [i for i in part if i not in rowwise and compresses(parameters[i])]
                 members = list(dict.fromkeys(compressed + part))  # the others behind them
+                parts_of[-1].append(len(self.buckets))
                 self.members.append(members)
                 self.buckets.append(
                     Bucket(
@@ -78,6 +83,9 @@ class Layout:
                         len(compressed),
                     )
                 )
+        pieces = zip(plan.pieces, parts_of, strict=True) if plan.pieces else ()
+        self.pieces = [count for count, parts in pieces for _ in parts]
+        self.gather_order = [bucket for group in plan.gather_order for bucket in parts_of[group]]
         self.bucket_of = [-1] * len(names)
         for bucket, part in enumerate(self.members):
             for i in part:

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mgwfbp.engine.agreement import parameter_facts, require_agreement
-from lightning_mgwfbp.engine.averaged_step import AveragedStep, Closure
-from lightning_mgwfbp.engine.options import Options
-from lightning_mgwfbp.engine.session import Session
+from lightning_mgwfbp.engine.averaged_step import Closure
+from lightning_mgwfbp.engine.grouped_step import why_not_in_parts
+from lightning_mgwfbp.engine.options import Options, Schedule
+from lightning_mgwfbp.engine.session import Session, hook_forward
 from lightning_mgwfbp.engine.warmup import Tuned
-from lightning_mgwfbp.exchange.methods import ExchangeMethod
+from lightning_mgwfbp.exchange.compressors import Cast
+from lightning_mgwfbp.exchange.methods import ExchangeMethod, resolve_compressor
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Planner
@@ -40,6 +42,23 @@ class _Forwarded:
 
     def __delete__(self, wrapper: Any) -> None:
         delattr(wrapper.optimizer, self._name)
+
+
+def _require_deferrable(
+    optimizer: Optimizer,
+    compressor: str | ExchangeMethod | None,
+    grad_scaler: torch.amp.GradScaler | None,
+    module: nn.Module | None,
+) -> None:
+    reason = why_not_in_parts(optimizer)
+    if module is None:
+        reason = "`module=...` must be the one whose next call is to wait for updates"
+    if grad_scaler is not None:
+        reason = "`grad_scaler=...` must see all averages before the first update"
+    if not isinstance(resolve_compressor(compressor), Cast | None):
+        reason = f"`compressor={compressor!r}` does not send gradients by all-reduces"
+    if reason is not None:
+        raise ValueError(f'`MergedOptimizer(schedule="cross_iteration")` cannot work: {reason}.')
 
 
 def _plain_step(optimizer: Optimizer, closure: Closure | None, **kwargs: Any) -> Any:
@@ -71,6 +90,10 @@ class MergedOptimizer(Optimizer):
         static_graph: a promise that every backward uses the same parameters on all ranks.
         grad_scaler: the one you scale losses with: what a compressor leaves behind must not be
             kept in its units, which change.
+        schedule: "backward", or "cross_iteration": `step()` returns at once, and each merge group
+            is stepped when the next call of `module` needs it; until then, `flush()` before you
+            look at weights other than by a state_dict. Gradients are gone after that.
+        module: the one you call in each step; needed for "cross_iteration".
 
     Raises:
         ValueError: an argument is out of range, or the optimizer steps unnamed parameters.
@@ -98,7 +121,11 @@ class MergedOptimizer(Optimizer):
         link: AlphaBeta | str | None = None,
         static_graph: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
+        schedule: Schedule = "backward",
+        module: nn.Module | None = None,
     ) -> None:
+        if schedule == "cross_iteration":
+            _require_deferrable(optimizer, compressor, grad_scaler, module)
         named = list(named_parameters)
         self._known = {id(p) for _, p in named}
         for param_group in optimizer.param_groups:
@@ -111,6 +138,7 @@ class MergedOptimizer(Optimizer):
             profile=profile,
             link=link,
             static_graph=static_graph,
+            schedule=schedule,
         )
         self._own_transport = TorchTransport() if transport is None else None
         transport = self._own_transport or transport
@@ -123,12 +151,14 @@ class MergedOptimizer(Optimizer):
             [optimizer],
             transport,
             settings,
+            module,
             None if grad_scaler is None else grad_scaler.get_scale,
         )
+        self._hooks = [] if module is None else hook_forward(module, self._session)
         # Optimizer.__init__ is not called: whatever it would set up is the wrapped one's
         self.optimizer = optimizer
         self.reducer = self._session.reducer
-        self._step = AveragedStep(optimizer, self.reducer, _plain_step)
+        self._step = self._session.step_of(optimizer, _plain_step)
         self.tuned = self._session.warmup.start()
 
     param_groups = _Forwarded()
@@ -172,12 +202,17 @@ class MergedOptimizer(Optimizer):
         self.tuned = self._session.warmup.step_ended() or self.tuned
         return result
 
+    def flush(self) -> None:
+        """Complete the update of the last step, which "cross_iteration" has deferred."""
+        self._session.flush()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also those on their way: they are waited for first (collective then).
 
-        `model.zero_grad()` knows nothing of those: call this one instead.
+        Those of a step that was taken are left to it. `model.zero_grad()` knows nothing of all
+        these: call this one instead.
         """
-        if self.reducer.syncing and self.reducer.unsynchronized:
+        if not self._session.pending and self.reducer.syncing and self.reducer.unsynchronized:
             self.synchronize()
         self.optimizer.zero_grad(set_to_none)
 
@@ -211,7 +246,10 @@ class MergedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def close(self) -> None:
-        """Remove all hooks; the wrapped optimizer goes on alone."""
+        """Complete the last step and remove all hooks; the wrapped optimizer goes on alone."""
+        self._session.flush()
+        for hook in self._hooks:
+            hook.remove()
         self._session.close()
         if self._own_transport is not None:
             self._own_transport.close()

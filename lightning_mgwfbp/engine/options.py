@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TypeGuard, TypeVar
+from typing import Literal, TypeGuard, TypeVar, get_args
 
 from torch.optim import SGD, Optimizer
 
@@ -12,6 +12,7 @@ from lightning_mgwfbp.exchange.methods import ExchangeMethod, resolve_compressor
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Planner, resolve_planner
 
+Schedule = Literal["backward", "cross_iteration"]
 Record = TypeVar("Record", AlphaBeta, ModelProfile, MergePlan)
 
 
@@ -26,6 +27,7 @@ class Settings:
     profile: ModelProfile | None
     link: AlphaBeta | None
     static_graph: bool
+    schedule: Schedule
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Options:
         replan_every_n_steps: profile and plan anew after so many steps, or None.
         profile, link: a record that was measured before, or its path.
         static_graph: see `Reducer`.
+        schedule: what communication hides behind: "backward" alone, or "cross_iteration": the next
+            forward too; "auto": the latter where nothing stands against it.
 
     Raises:
         ValueError: naming the argument, what was got, and the choices.
@@ -51,9 +55,15 @@ class Options:
     profile: ModelProfile | str | None = None
     link: AlphaBeta | str | None = None
     static_graph: bool = False
+    schedule: Schedule | Literal["auto"] = "backward"
 
     def __post_init__(self) -> None:
         resolve_compressor(self.compressor)
+        choices = (*get_args(Schedule), "auto")
+        if self.schedule not in choices:
+            raise ValueError(
+                f"`schedule=...` must be one of {', '.join(choices)}, got {self.schedule!r}."
+            )
         _require_positive("warmup_steps", self.warmup_steps)
         for name, kind in (("profile", ModelProfile), ("link", AlphaBeta)):
             given = getattr(self, name)
@@ -77,12 +87,13 @@ class Options:
         return {f.name: repr(getattr(self, f.name)) for f in fields(self)}
 
     def settle(self, transport: Transport) -> Settings:
-        """Resolve names and read files. Collective.
+        """Resolve names and read files; the schedule is one by now. Collective.
 
         Raises:
             ValueError: a file cannot be read or is not what it should be; on every rank.
         """
-        planner = self.planner
+        planner, schedule = self.planner, self.schedule
+        assert schedule != "auto"
         if _is_path(planner):
             saved = _read(planner, MergePlan, "planner", transport)
             assert saved is not None
@@ -95,6 +106,7 @@ class Options:
             profile=_read(self.profile, ModelProfile, "profile", transport),
             link=_read(self.link, AlphaBeta, "link", transport),
             static_graph=self.static_graph,
+            schedule=schedule,
         )
 
 

@@ -95,6 +95,11 @@ class Reducer:
         return [self._names[i] for i in sorted(self.layout.rowwise)]
 
     @property
+    def overlaps(self) -> bool:
+        """Whether there is a plan by which exchanges begin during backward."""
+        return self._overlap
+
+    @property
     def syncing(self) -> bool:
         """False within `no_sync`."""
         return self._syncing
@@ -140,7 +145,6 @@ class Reducer:
         finally:
             self._syncing = before
 
-    @torch.no_grad()
     def synchronize(self) -> None:
         """Launch what backward left incomplete, wait for all, and put the averages in `.grad`.
 
@@ -150,17 +154,47 @@ class Reducer:
         Raises:
             RuntimeError: an exchange failed; names the merge group.
         """
-        if not self._syncing:
-            return
+        if self._syncing:
+            self.launch()
+            self.complete()
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Launch what backward left incomplete: the first half of `synchronize`."""
         begin = time.perf_counter()
         self._look_for_what_came_unseen()
         if self.exchanger.needs_whole_gradient:
             self.exchanger.prepare(self._new_gradients())
         while self._round.launched <= self._round.last:
             self._launch_next()
+        self._waited_seconds += time.perf_counter() - begin
+
+    @torch.no_grad()
+    def finish_bucket(self, number: int) -> list[int]:
+        """Wait for one of the launched buckets, and put its averages in `.grad`.
+
+        Returns:
+            Its parameters, as indices.
+        """
+        begin = time.perf_counter()
+        self._round.finish_bucket(number)
+        self._waited_seconds += time.perf_counter() - begin
+        return self.layout.members[number]
+
+    @property
+    def noticed(self) -> bool:
+        """Whether some rank has gradients that no bucket carried; waits for the last bucket."""
+        last = self._round.last
+        self.finish_bucket(last)
+        return not self._static_graph and self.layout.buckets[last].noticed()
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Wait for all that was launched: the second half of `synchronize`."""
+        begin = time.perf_counter()
         others = self._round.finish()
         amendment = None
-        if not self._static_graph and self.layout.buckets[-1].noticed():
+        if self.noticed:
             amendment = self._amend(self._round.late)
             others += amendment.averages.values()
         self.exchanger.conclude(others)
@@ -175,13 +209,14 @@ class Reducer:
         """Remove all hooks, and wait for what is still on its way."""
         self._membership.close()
         self._round.abandon()
+        self.exchanger.close()
 
     def _lay_out(self, plan: MergePlan, rowwise: Collection[int]) -> None:
         self.layout = Layout(
             plan, self._names, self._parameters, self.exchanger.compresses, rowwise
         )
         self._membership.adopt(self.layout)
-        self.exchanger.adopt(self.layout.buckets)
+        self.exchanger.adopt(self.layout.buckets, self.layout.pieces, self.layout.gather_order)
         self._waits = 0
         self._waited_seconds = 0.0
         self._reset()

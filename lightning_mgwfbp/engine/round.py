@@ -42,7 +42,9 @@ class Round:
         self._rowwise = layout.rowwise
         self._rank = exchanger.transport.rank
         self._exchanges: list[Exchange] = []
-        self._sparse: dict[int, Tensor] = {}
+        self._finished: set[int] = set()
+        self._sparse: dict[int, Tensor] = {}  # this rank's
+        self._sparse_somewhere: list[int] = []
         self._taken: tuple[list[Tensor | None], list[bool]] | None = None
         self.launched = 0
         self.late: dict[int, Tensor] = {}
@@ -88,20 +90,25 @@ class Round:
         self.launched += 1
         self._exchanges.append(exchange)
 
+    def finish_bucket(self, number: int) -> None:
+        """Wait for one bucket and put its averages in place, but for those that are sparse."""
+        if number in self._finished:
+            return
+        with exchange_errors(self._rank, self._layout.descriptions[number]):
+            self._exchanges[number].finish()
+        self._finished.add(number)
+        members, bucket = self._layout.members[number], self._layout.buckets[number]
+        for i, average, somewhere in zip(members, bucket.gradients(), bucket.used(), strict=True):
+            if somewhere and i in self._rowwise:
+                self._sparse_somewhere.append(i)
+            else:
+                self._put(i, average if somewhere else None)
+
     def finish(self) -> list[Tensor]:
         """Wait for all buckets and put the averages in place; return those that are sparse."""
-        sparse: dict[int, Tensor | None] = {}
-        for number, exchange in enumerate(self._exchanges):
-            with exchange_errors(self._rank, self._layout.descriptions[number]):
-                exchange.finish()
-            members, bucket = self._layout.members[number], self._layout.buckets[number]
-            for i, average, somewhere in zip(
-                members, bucket.gradients(), bucket.used(), strict=True
-            ):
-                if somewhere and i in self._rowwise:
-                    sparse[i] = self._sparse.get(i)
-                else:
-                    self._put(i, average if somewhere else None)
+        for number in range(len(self._exchanges)):
+            self.finish_bucket(number)
+        sparse = {i: self._sparse.get(i) for i in self._sparse_somewhere}
         with exchange_errors(self._rank, "sparse gradients"):
             averages = average_sparse(self._exchanger.transport, self._parameters, sparse)
         for i, average in averages.items():

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from lightning_mgwfbp.engine.averaged_step import AveragedStep
 from lightning_mgwfbp.engine.checkpoint import ExchangeState, check
+from lightning_mgwfbp.engine.cross_iteration import CrossIteration
+from lightning_mgwfbp.engine.deferred_step import DeferredStep
+from lightning_mgwfbp.engine.grouped_step import GroupedStep
 from lightning_mgwfbp.engine.options import Settings, require_no_momentum
 from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.engine.warmup import WarmUp
 from lightning_mgwfbp.exchange.methods import make_exchanger
 from lightning_mgwfbp.exchange.transport import Transport
+from lightning_mgwfbp.measure.module_hooks import ModuleHook
 from lightning_mgwfbp.plan import MergePlan
 
 
@@ -27,6 +35,7 @@ class Session:
         optimizers: those that will step them.
         transport: joins the ranks.
         settings: what the user chose.
+        module: the one whose forward uses the parameters, if it is known.
         gradient_scale: says what gradients are multiplied by; None: by nothing.
 
     Raises:
@@ -40,12 +49,15 @@ class Session:
         optimizers: Iterable[Optimizer],
         transport: Transport,
         settings: Settings,
+        module: nn.Module | None = None,
         gradient_scale: Callable[[], float] | None = None,
     ) -> None:
+        optimizers = list(optimizers)
         for optimizer in optimizers:
             require_no_momentum(settings.compressor, optimizer)
         named = list(named_parameters)
-        exchanger = make_exchanger(settings.compressor, transport)
+        decoupled = settings.schedule == "cross_iteration"
+        exchanger = make_exchanger(settings.compressor, transport, decoupled=decoupled)
         if gradient_scale is not None:
             exchanger.gradient_scale = gradient_scale
         compresses_none = not any(exchanger.compresses(p) for _, p in named)
@@ -59,12 +71,48 @@ class Session:
         self._settings = settings
         self._transport = transport
         self.reducer = Reducer(named, exchanger, static_graph=settings.static_graph)
-        self.warmup = WarmUp(model, named, transport, self.reducer, settings)
+        self.warmup = WarmUp(model, named, transport, self.reducer, settings, module)
+        self._cross_iteration: CrossIteration | None = None
+        if decoupled:
+            assert module is not None
+            (optimizer,) = optimizers
+            self._cross_iteration = CrossIteration(
+                module, self.reducer, [p for _, p in named], GroupedStep(optimizer)
+            )
 
     @property
     def plan(self) -> MergePlan | None:
         """The plan in force, None during the warm-up."""
         return None if self.warmup.running else self.reducer.plan
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step was taken whose update is not complete."""
+        return self._cross_iteration is not None and self._cross_iteration.pending
+
+    def step_of(
+        self, optimizer: Optimizer, step: Callable[..., Any]
+    ) -> AveragedStep | DeferredStep:
+        """What takes the place of `step(optimizer, closure, **kwargs)`."""
+        if self._cross_iteration is None:
+            return AveragedStep(optimizer, self.reducer, step)
+        return DeferredStep(optimizer, self.reducer, self._cross_iteration, step)
+
+    def forward(self) -> AbstractContextManager[None]:
+        """To be held around each forward."""
+        if self._cross_iteration is None:
+            return nullcontext()
+        return self._cross_iteration.forward()
+
+    def backward_ended(self) -> None:
+        """Put averages in `.grad`, unless they are to come later."""
+        if self._cross_iteration is None:
+            self.reducer.synchronize()
+
+    def flush(self) -> None:
+        """Complete the update of a step that was taken. Waits for the network."""
+        if self._cross_iteration is not None:
+            self._cross_iteration.flush()
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch it is, for schedules."""
@@ -98,6 +146,8 @@ class Session:
     def close(self) -> None:
         """Remove all hooks, and wait for what is still on its way."""
         self.warmup.stop()
+        if self._cross_iteration is not None:
+            self._cross_iteration.close()
         self.reducer.close()
 
     def _circumstances(self) -> dict[str, str]:
@@ -106,3 +156,23 @@ class Session:
             "compressor": repr(self._settings.compressor),
             "ranks": str(self._transport.world_size),
         }
+
+
+def hook_forward(module: nn.Module, session: Session) -> list[RemovableHandle]:
+    """Tell `session` of each call of `module`, where nobody else does."""
+    around: list[AbstractContextManager[None]] = []
+
+    def begin() -> None:
+        session.warmup.forward_begins()
+        around.append(session.forward())
+        around[-1].__enter__()
+
+    def end() -> None:
+        if around:  # else the call failed before it began
+            around.pop().__exit__(*sys.exc_info())
+            session.warmup.backward_begins()
+
+    return [
+        module.register_forward_pre_hook(ModuleHook(begin)),
+        module.register_forward_hook(ModuleHook(end), always_call=True),
+    ]

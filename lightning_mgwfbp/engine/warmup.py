@@ -6,19 +6,28 @@ reducer exchanges gradients after backward, so communication does not inflate ba
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_mgwfbp.engine import tuner
+from lightning_mgwfbp.engine import measured_costs, tuner
 from lightning_mgwfbp.engine.options import Settings
 from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.measure.backward import BackwardProfiler
-from lightning_mgwfbp.plan import AlphaBeta, Cost, MergePlan, ModelProfile, Timeline, simulate
+from lightning_mgwfbp.measure.forward import ForwardProfiler
+from lightning_mgwfbp.plan import (
+    AlphaBeta,
+    Cost,
+    CrossTimeline,
+    HalvesCost,
+    MergePlan,
+    ModelProfile,
+    Timeline,
+    simulate,
+    simulate_cross_iteration,
+)
 from lightning_mgwfbp.plan.records import located
 
 
@@ -29,7 +38,7 @@ class Tuned:
     plan: MergePlan
     profile: ModelProfile
     link: AlphaBeta
-    timeline: Timeline
+    timeline: Timeline | CrossTimeline
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger: counts, seconds, seconds per byte."""
@@ -37,7 +46,7 @@ class Tuned:
             "mgwfbp/merge_groups": len(self.plan.groups),
             "mgwfbp/alpha_seconds": self.link.alpha,
             "mgwfbp/beta_seconds_per_byte": self.link.beta,
-            "mgwfbp/predicted_communication_end_seconds": self.timeline.communication_end_seconds,
+            "mgwfbp/predicted_communication_end_seconds": self.timeline.spans[-1].end_seconds,
             "mgwfbp/predicted_exposed_seconds": self.timeline.exposed_seconds,
         }
 
@@ -54,6 +63,7 @@ class WarmUp:
         transport: joins the ranks.
         reducer: whose plan is to be made.
         settings: what the user chose.
+        module: the one whose forward uses the parameters, if it is known.
     """
 
     def __init__(
@@ -63,6 +73,7 @@ class WarmUp:
         transport: Transport,
         reducer: Reducer,
         settings: Settings,
+        module: nn.Module | None = None,
     ) -> None:
         self._model = model
         self._named = dict(named_parameters)
@@ -73,7 +84,7 @@ class WarmUp:
         self._cost: Cost | None = None
         self._profiler: BackwardProfiler | None = None
         self._structure_version = reducer.structure_version
-        self._forward_began: float | None = None
+        self._forward = None if module is None else ForwardProfiler(module, named_parameters)
         self._seen = 0  # steps since the warm-up, or the plan, began
 
     @property
@@ -111,7 +122,9 @@ class WarmUp:
         self._structure_version = self._reducer.structure_version
         self._profiler = BackwardProfiler(self._named.items())
         self._profiler.attach()
-        self._forwards: list[float] = []
+        if self._forward is not None:
+            self._forward.forget()
+            self._forward.attach()
         self._seen = 0
 
     def stop(self) -> None:
@@ -119,16 +132,18 @@ class WarmUp:
         if self._profiler is not None:
             self._profiler.detach()
             self._profiler = None
+            if self._forward is not None:
+                self._forward.detach()
 
     def forward_begins(self) -> None:
-        self._forward_began = time.perf_counter()
+        if self._profiler is not None and self._forward is not None:
+            self._forward.begin()
 
     def backward_begins(self) -> None:
         if self._profiler is None:
             return
-        if self._forward_began is not None:  # not a second backward on the same forward
-            self._forwards.append(time.perf_counter() - self._forward_began)
-            self._forward_began = None
+        if self._forward is not None:
+            self._forward.end()
         self._profiler.begin()
 
     def step_ended(self) -> Tuned | None:
@@ -141,7 +156,8 @@ class WarmUp:
         self._profiler.end()
         if self._seen == 1 < self._settings.warmup_steps:
             self._profiler.forget()
-            self._forwards.clear()
+            if self._forward is not None:
+                self._forward.forget()
         if self._seen < self._settings.warmup_steps:
             return None
         ready = self._profiler.ready_seconds()
@@ -151,7 +167,8 @@ class WarmUp:
             self._transport,
             self._reducer.layout.carried,
             ready,
-            statistics.median(self._forwards) if self._forwards else 0.0,
+            0.0 if self._forward is None else self._forward.forward_seconds(),
+            {} if self._forward is None else self._forward.first_use_seconds(),
             self._model,
         )
         return self._tune(profile, busy_fraction)
@@ -168,16 +185,11 @@ class WarmUp:
         method = self._settings.compressor
         carried = list(self._reducer.layout.carried.values())
         if self._link is None:
-            self._link = tuner.measure_link(self._transport, carried, method, busy_fraction).link
+            self._link = measured_costs.measure_link(
+                self._transport, carried, method, busy_fraction
+            ).link
         if self._cost is None:
-            self._cost = tuner.exchange_cost(
-                self._transport,
-                carried,
-                method,
-                self._link,
-                busy_fraction,
-                is_given=self._settings.link is not None,
-            )
+            self._cost = self._measure_cost(carried, self._link, busy_fraction)
         in_time = profile
         if self._reducer.exchanger.needs_whole_gradient:
             in_time = tuner.after_backward(profile)
@@ -187,4 +199,17 @@ class WarmUp:
         )
         self._reducer.install(plan)
         self._seen = 0
-        return Tuned(plan, profile, self._link, simulate(in_time, plan, self._cost))
+        return Tuned(plan, profile, self._link, _predict(in_time, plan, self._cost))
+
+    def _measure_cost(self, carried: list[Tensor], link: AlphaBeta, busy_fraction: float) -> Cost:
+        method, is_given = self._settings.compressor, self._settings.link is not None
+        measure = measured_costs.exchange_cost
+        if self._settings.schedule == "cross_iteration":
+            measure = measured_costs.halves_cost
+        return measure(self._transport, carried, method, link, busy_fraction, is_given=is_given)
+
+
+def _predict(profile: ModelProfile, plan: MergePlan, cost: Cost) -> Timeline | CrossTimeline:
+    if isinstance(cost, HalvesCost):
+        return simulate_cross_iteration(profile, plan, cost)
+    return simulate(profile, plan, cost)

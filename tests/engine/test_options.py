@@ -48,7 +48,7 @@ def test_names_are_resolved() -> None:
     settings = Options(compressor="bf16", warmup_steps=2, link=LINK, static_graph=True).settle(
         LoopbackTransport.solo()
     )
-    assert settings == Settings(Optimal(), Cast("bfloat16"), 2, None, None, LINK, True)
+    assert settings == Settings(Optimal(), Cast("bfloat16"), 2, None, None, LINK, True, "backward")
     assert Options("wfbp").settle(LoopbackTransport.solo()).planner == WFBP()
     assert Options(PLAN).settle(LoopbackTransport.solo()).planner is PLAN
 

@@ -7,7 +7,7 @@ import torch
 from loopback import on_ranks, record_keys, recorded
 from torch import nn
 
-from lightning_mgwfbp.engine import tuner
+from lightning_mgwfbp.engine import measured_costs, tuner
 from lightning_mgwfbp.exchange.compressors import Cast, Compressor, Quantize8, RandomK, TopK
 from lightning_mgwfbp.exchange.power_sgd import PowerSGD
 from lightning_mgwfbp.exchange.transport import LoopbackTransport
@@ -31,7 +31,7 @@ PARAMETERS = {name: nn.Parameter(torch.zeros(n)) for n, name in enumerate("abcd"
 def profiles(ready: list[dict[str, float]], forward: list[float]) -> list[ModelProfile]:
     def agree(transport: LoopbackTransport) -> ModelProfile:
         rank = transport.rank
-        return tuner.agree_on_profile(transport, PARAMETERS, ready[rank], forward[rank], "net")
+        return tuner.agree_on_profile(transport, PARAMETERS, ready[rank], forward[rank], {}, "net")
 
     return on_ranks(agree, world_size=len(ready))
 
@@ -105,7 +105,7 @@ def test_wire_dtype(
 ) -> None:
     """The link is timed in a dtype that hardly travels."""
     given = [nn.Parameter(torch.zeros(8, dtype=d)) for d in dtypes]
-    assert tuner.wire_dtype(given, compressor) == expected
+    assert measured_costs.wire_dtype(given, compressor) == expected
 
 
 def test_the_link_is_timed_up_to_the_largest_group() -> None:
@@ -114,7 +114,7 @@ def test_the_link_is_timed_up_to_the_largest_group() -> None:
     def measure(transport: LoopbackTransport) -> tuple[AlphaBeta, float]:
         keys = record_keys(transport)
         given = [nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(50, dtype=COMPLEX))]
-        fit = tuner.measure_link(transport, given, Cast("float16"), busy_fraction=1.0)
+        fit = measured_costs.measure_link(transport, given, Cast("float16"), busy_fraction=1.0)
         assert keys
         return fit.link, fit.samples[-1][0]
 
@@ -130,7 +130,7 @@ def test_exchange_cost_is_in_the_wire_format() -> None:
     link = AlphaBeta(0.0, 1.0)
     for compressor, nbytes in ((None, 4000), (Cast("bfloat16"), 2000)):
         carried = [torch.empty(1000)]
-        cost = tuner.exchange_cost(
+        cost = measured_costs.exchange_cost(
             LoopbackTransport.solo(), carried, compressor, link, 1.0, is_given=False
         )
         assert float(cost.communicate(cost.sizes(profile)[0])) == nbytes
@@ -157,7 +157,7 @@ def carried_by(profile: ModelProfile) -> list[torch.Tensor]:
 def cost_of_both(
     transport: LoopbackTransport, compressor: Compressor, *, is_given: bool
 ) -> CheaperCost:
-    cost = tuner.exchange_cost(
+    cost = measured_costs.exchange_cost(
         transport, carried_by(BOTH), compressor, AlphaBeta(0.5, 1.0), 0.0, is_given=is_given
     )
     assert isinstance(cost, CheaperCost)
@@ -218,13 +218,13 @@ def test_what_the_plan_may_choose_is_timed(
 ) -> None:
     """An automatic density is planned by extrapolation from its floor."""
     densities = set()
-    time_compression = tuner.time_compression
+    time_compression = measured_costs.time_compression
 
     def recording(*args: Any, **options: Any) -> Any:
         densities.add(options["density"])
         return time_compression(*args, **options)
 
-    monkeypatch.setattr(tuner, "time_compression", recording)
+    monkeypatch.setattr(measured_costs, "time_compression", recording)
 
     def measure(transport: LoopbackTransport) -> int:
         messages = recorded(transport)
@@ -241,7 +241,7 @@ def test_low_rank_is_costed_without_measuring() -> None:
     profile = ModelProfile("net", (layer,), 0.0)
     solo = LoopbackTransport.solo()
     keys = record_keys(solo)
-    cost = tuner.exchange_cost(
+    cost = measured_costs.exchange_cost(
         solo, carried_by(profile), PowerSGD(rank=2), AlphaBeta(3.0, 1.0), 0.0, is_given=False
     )
     assert float(cost.communicate(cost.sizes(profile)[0])) == 2 * 3.0 + 4 * 2 * 200
@@ -253,7 +253,7 @@ def compressed_cost(compressor: Compressor, seconds_per_byte: float) -> CheaperC
     sparse = SparseCost(
         AlphaBeta(1.0, seconds_per_byte),
         SortSelection(0.0),
-        tuner.WireNbytes(compressor, compressor.settled_density),
+        measured_costs.WireNbytes(compressor, compressor.settled_density),
     )
     return CheaperCost(DenseCost(AlphaBeta(1.0, seconds_per_byte)), sparse)
 

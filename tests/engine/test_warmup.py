@@ -7,12 +7,12 @@ import pytest
 from engine_examples import Layers, data_of, plan_of, reducer_of
 from loopback import on_ranks
 
-from lightning_mgwfbp.engine import tuner
+from lightning_mgwfbp.engine import measured_costs
 from lightning_mgwfbp.engine.options import Options
 from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.engine.warmup import Tuned, WarmUp
 from lightning_mgwfbp.exchange.transport import LoopbackTransport
-from lightning_mgwfbp.measure import backward
+from lightning_mgwfbp.measure import clocks
 from lightning_mgwfbp.plan import AlphaBeta, DenseCost, MergePlan, ModelProfile, Optimal, simulate
 
 LINK = AlphaBeta(1e-3, 1e-9)
@@ -29,7 +29,7 @@ class Training:
         self.reducer: Reducer = reducer_of(self.model, transport)
         settings = Options(**{"link": LINK, **options}).settle(transport)
         named = list(self.model.named_parameters())
-        self.warmup = WarmUp("Layers", named, transport, self.reducer, settings)
+        self.warmup = WarmUp("Layers", named, transport, self.reducer, settings, self.model)
 
     def steps(self, count: int) -> list[Tuned | None]:
         return [self.step(seed) for seed in range(count)]
@@ -107,7 +107,7 @@ class Clock(threading.local):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(backward, "_now", lambda: clock.now)
+    monkeypatch.setattr(clocks, "now", lambda: clock.now)
     return clock
 
 
@@ -274,9 +274,9 @@ def test_what_is_no_plan_for_this_run_is_not_resumed() -> None:
 def test_a_compressor_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each new plan times link and compressor again, seconds each time."""
     timed = []
-    exchange_cost = tuner.exchange_cost
+    exchange_cost = measured_costs.exchange_cost
     monkeypatch.setattr(
-        tuner, "exchange_cost", lambda *a, **o: timed.append(1) or exchange_cost(*a, **o)
+        measured_costs, "exchange_cost", lambda *a, **o: timed.append(1) or exchange_cost(*a, **o)
     )
     training = alone(warmup_steps=1, replan_every_n_steps=1, compressor="topk")
     training.warmup.start()

@@ -1,0 +1,227 @@
+"""The optimizer's step, merge group by merge group, just before the next forward needs each.
+
+Reduce-scatters run during backward, all-gathers after it and under the next forward
+(`exchange/decoupled.py`); here the forward waits for what it is about to use, and no more
+(ByteScheduler, SOSP 2019; DeAR, ICDCS 2023).
+
+[Note: first use] A parameter is waited for when the module it belongs to is called, and when any
+torch function is called with it or with another tensor in its memory: a TorchFunctionMode is on
+while steps are pending. So parameters that are tied, shared, used early or used outside their
+modules are right too, whatever the last forward did. What runs without either, compiled or
+scripted code, and what torch.func wraps is waited for before it begins.
+
+[Note: pending] Between step() and the first use an average lies in its bucket and `.grad` is None;
+from then to the end of forward it is in `.grad`. Afterwards nothing is pending, and `.grad` None.
+
+[Note: notice] Where some rank has gradients that no bucket carried, the ranks amend the exchange
+together, and all parameters are stepped at once. So that is looked at first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.callback import callback_handler
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mgwfbp.engine.first_use import (
+    FirstUse,
+    address_of,
+    has_unseen_code,
+    scripted_functions_exist,
+)
+from lightning_mgwfbp.engine.grouped_step import GroupedStep
+from lightning_mgwfbp.engine.layout import Layout
+from lightning_mgwfbp.engine.reducer import Reducer
+from lightning_mgwfbp.measure.module_hooks import ModuleHook
+
+
+class CrossIteration:
+    """Defers steps of one optimizer, and finishes each merge group's when it is needed.
+
+    Args:
+        module: all whose calls may use parameters are its submodules.
+        reducer: exchanges the parameters; its exchanger is a `DecoupledExchanger`.
+        parameters: in the reducer's order, (N,).
+        step: steps the optimizer in parts.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reducer: Reducer,
+        parameters: Iterable[nn.Parameter],
+        step: GroupedStep,
+    ) -> None:
+        self._reducer = reducer
+        self._parameters = list(parameters)
+        self._step = step
+        self._layout: Layout | None = None
+        self._bucket_of: dict[int, int] = {}  # by the id of a parameter
+        self._addresses: list[set[int]] = []  # of each bucket's parameters
+        self._buckets_at: dict[int, set[int]] = {}  # the pending ones, by address
+        self._deferred = False
+        self._is_completing = False
+        self._is_noticed: bool | None = None  # [Note: notice]
+        self._pending: set[int] = set()  # buckets
+        modules = list(module.modules())
+        self._has_unseen_code = has_unseen_code(modules)
+        self._hooks = [*self._hook_calls(modules), *self._hook_states(modules)]
+        callback_handler.register_start_callback(self._before_compiling)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step is not complete."""
+        return self._deferred
+
+    def defer(self) -> None:
+        """Take the step for made: launch what backward left, and keep the options in force."""
+        assert not self._deferred
+        self._reducer.launch()
+        self._step.capture()
+        layout = self._reducer.layout
+        if layout is not self._layout:
+            self._layout = layout
+            self._bucket_of = {
+                id(self._parameters[i]): number
+                for number, members in enumerate(layout.members)
+                for i in members
+            }
+        # each time: whoever assigns to `.data` moves a parameter
+        self._addresses = [
+            {address_of(self._parameters[i]) for i in members} - {0} for members in layout.members
+        ]
+        for number, places in enumerate(self._addresses):
+            for address in places:
+                self._buckets_at.setdefault(address, set()).add(number)
+        self._pending = set(range(len(layout.buckets)))
+        self._is_noticed = None
+        self._deferred = True
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Within, whoever looks at parameters finds them complete."""
+        if self._deferred and (self._has_unseen_code or scripted_functions_exist()):
+            self.flush()
+        self._finish(())  # before anything is used: [Note: notice]
+        if not self._deferred:
+            yield
+            return
+        with FirstUse(self._buckets_at, self._finish, self.flush):
+            yield
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward: afterwards nothing is pending."""
+        with self.watch():
+            yield
+        self.flush()
+
+    def flush(self) -> None:
+        """Complete the step, if one is pending. Waits for the network.
+
+        Raises:
+            RuntimeError: an exchange failed; so will the next call, since weights are incomplete.
+        """
+        if self._deferred and not self._is_completing:
+            with self._completing():
+                self._complete()
+
+    def close(self) -> None:
+        """Remove all hooks; what is pending is lost unless it was flushed."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._before_compiling in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(self._before_compiling)
+        if self._deferred:
+            self._taken(list(self._pending))
+            self._deferred = False
+
+    def _hook_calls(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
+        for module in modules:
+            own = list(module.parameters(recurse=False))
+            if own and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                # before others' hooks, which may compute with parameters (weight_norm)
+                yield module.register_forward_pre_hook(
+                    ModuleHook(partial(self._before_call, own)), prepend=True
+                )
+
+    def _hook_states(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
+        """Whoever saves or loads weights or optimizer state finds them complete."""
+        flush = ModuleHook(self.flush)
+        for module in modules:
+            if not isinstance(module, torch.jit.ScriptModule):
+                yield module.register_state_dict_pre_hook(flush)
+                yield module.register_load_state_dict_pre_hook(flush)
+        yield self._step.optimizer.register_state_dict_pre_hook(flush)
+        yield self._step.optimizer.register_load_state_dict_pre_hook(flush)
+
+    def _before_compiling(self, *_: Any) -> None:
+        self._has_unseen_code = True  # whatever it is, and whoever calls it
+        # optimizers compute otherwise where they take themselves for compiled
+        compiler: Any = torch.compiler
+        before, compiler._is_compiling_flag = compiler._is_compiling_flag, False
+        try:
+            self.flush()
+        finally:
+            compiler._is_compiling_flag = before
+
+    def _before_call(self, parameters: list[nn.Parameter]) -> None:
+        if self._pending:
+            self._finish({self._bucket_of.get(id(p), -1) for p in parameters} & self._pending)
+
+    def _finish(self, numbers: Collection[int]) -> None:
+        if not self._deferred or self._is_completing:
+            return
+        if self._is_noticed is not None and not numbers:
+            return
+        with self._completing():
+            if self._is_noticed is None:
+                self._is_noticed = self._reducer.noticed
+            if self._is_noticed:
+                self._complete()
+            elif numbers:
+                for number in numbers:
+                    self._reducer.finish_bucket(number)
+                self._step.step_on(self._taken(numbers))
+
+    def _complete(self) -> None:
+        self._is_noticed = self._reducer.noticed
+        self._reducer.complete()
+        pending = self._taken(list(self._pending))
+        self._deferred = False
+        self._step.step_on(self._parameters if self._is_noticed else pending)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _taken(self, numbers: Iterable[int]) -> list[nn.Parameter]:
+        """The parameters of these buckets, which are not pending any more."""
+        assert self._layout is not None
+        for number in numbers:
+            self._pending.remove(number)
+            for address in self._addresses[number]:
+                self._buckets_at[address].remove(number)
+                if not self._buckets_at[address]:
+                    del self._buckets_at[address]
+        return [self._parameters[i] for n in numbers for i in self._layout.members[n]]
+
+    @contextmanager
+    def _completing(self) -> Iterator[None]:
+        """Outside of what the forward in which it happens may be in."""
+        self._is_completing = True
+        try:
+            with (
+                torch._C.DisableTorchFunction(),
+                torch.inference_mode(False),
+                temporarily_clear_interpreter_stack(),
+            ):
+                yield
+        finally:
+            self._is_completing = False

@@ -1,0 +1,80 @@
+"""`DeferredStep`: a step that returns at once, its update to follow in the next forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_mgwfbp.engine.averaged_step import Closure
+from lightning_mgwfbp.engine.cross_iteration import CrossIteration
+from lightning_mgwfbp.engine.grouped_step import is_step_watched
+from lightning_mgwfbp.engine.reducer import Reducer
+
+
+class DeferredStep:
+    """Defers what can be deferred, and takes the other steps whole.
+
+    Whole are: the first, which makes the optimizer's state; those before there is a plan, or under
+    `no_sync`; those whose averages are in `.grad` already or cannot be in buckets, being sparse;
+    and all where somebody has hooks on them.
+
+    Args:
+        optimizer: whose step it is.
+        reducer: exchanges its parameters.
+        cross_iteration: completes deferred steps.
+        step: called as step(optimizer, closure, **kwargs), such as a precision plugin's.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        reducer: Reducer,
+        cross_iteration: CrossIteration,
+        step: Callable[..., Any],
+    ) -> None:
+        self._optimizer = optimizer
+        self._reducer = reducer
+        self._cross_iteration = cross_iteration
+        self._step = step
+        self._has_stepped = False
+        self._exchanges = reducer.exchanges  # as many as steps have caused
+
+    def __call__(self, closure: Closure | None = None, **kwargs: Any) -> Any:
+        """Step, or take the step for made. Collective."""
+        return self._step(self, closure, **kwargs)
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """What a precision plugin calls in the place of the optimizer's own."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if self._cross_iteration.pending:
+            raise RuntimeError(
+                "The last step is not complete: since then backward has used weights that it would"
+                " have changed. Give `module=...` the one whose call computes the loss, or call"
+                " flush() before you use its weights without calling it."
+            )
+        is_averaged = self._reducer.exchanges > self._exchanges
+        if is_averaged or self._must_be_whole():
+            if not is_averaged:
+                self._reducer.synchronize()
+            self._optimizer.step()
+            self._has_stepped = True
+            self._exchanges = self._reducer.exchanges
+        else:
+            self._cross_iteration.defer()
+            self._exchanges = self._reducer.exchanges + 1  # when it is complete
+        return result
+
+    def _must_be_whole(self) -> bool:
+        return (
+            not self._has_stepped
+            or not self._reducer.syncing
+            or not self._reducer.overlaps
+            or bool(self._reducer.rowwise)
+            or is_step_watched(self._optimizer)
+        )
