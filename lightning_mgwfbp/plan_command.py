@@ -15,7 +15,7 @@ all-gathers may hide behind the next forward too. What counts is then the iterat
 beginning of backward to the end of the next forward. Beside it stand an iteration that no plan
 undercuts, how much communication adds to computation, and the iteration of the planner's own plan
 without that schedule. The JSON output also has, per group, how many pieces each half is cut into,
-and the order in which forward uses the groups: the sooner used, the sooner all-gathered.
+and the order in which groups are all-gathered.
 """
 
 import argparse

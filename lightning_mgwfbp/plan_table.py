@@ -44,6 +44,6 @@ def _prediction(timeline: Timeline | CrossTimeline) -> str:
     if isinstance(timeline, Timeline):
         return exposed
     return (
-        f"the next forward at {timeline.iteration_seconds * 1e3:.1f} ms (no plan before"
-        f" {timeline.lower_bound_seconds * 1e3:.1f}); {exposed}"
+        f"the next forward at {timeline.iteration_seconds * 1e3:.1f} ms, with no plan sooner than"
+        f" at {timeline.lower_bound_seconds * 1e3:.1f}; {exposed}"
     )

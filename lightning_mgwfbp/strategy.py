@@ -22,7 +22,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
@@ -51,7 +51,7 @@ from lightning_mgwfbp.module_state import (
     exchanged_parameters,
 )
 from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Planner
-from lightning_mgwfbp.schedules import against_cross_iteration, who_looks_at_weights
+from lightning_mgwfbp.schedules import agree_on_schedule
 
 _NAMES: dict[str, dict[str, Any]] = {
     "mgwfbp": {"start_method": "popen"},
@@ -126,7 +126,7 @@ class MGWFBPStrategy(DDPStrategy):
         forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
         static_graph: bool = False,
-        schedule: Literal["backward", "cross_iteration", "auto"] = "backward",
+        schedule: Schedule | Literal["auto"] = "backward",
         transport: Literal["auto", "torch", "horovod"] = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -224,8 +224,13 @@ class MGWFBPStrategy(DDPStrategy):
         module = self.lightning_module
         if self._transport is None or module is None:
             return  # one process
-        options = replace(self._options, schedule=self._choose_schedule(trainer))
-        settings = options.settle(self._transport)
+        schedule = agree_on_schedule(
+            trainer,
+            self._options.schedule,
+            resolve_compressor(self._options.compressor),
+            self._transport,
+        )
+        settings = replace(self._options, schedule=schedule).settle(self._transport)
         plugin = self.precision_plugin
         scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
         self.session = Session(
@@ -250,34 +255,6 @@ class MGWFBPStrategy(DDPStrategy):
         tuned = self.session.warmup.start()
         if tuned is not None:
             callback.on_plan(trainer, tuned)
-
-    def _choose_schedule(self, trainer: pl.Trainer) -> Schedule:
-        """Settle what "auto" comes to, the same on all ranks, or refuse what cannot work."""
-        if self._options.schedule == "backward":
-            return "backward"
-        transport, module = self._transport, self.lightning_module
-        assert transport is not None
-        assert module is not None
-        compressor = resolve_compressor(self._options.compressor)
-        mine = against_cross_iteration(trainer, compressor), who_looks_at_weights(trainer)
-        reasons, watchers = zip(*transport.all_gather_object(mine, key="schedule"), strict=True)
-        reason, watcher = (next(filter(None, said), None) for said in (reasons, watchers))
-        if reason is not None and self._options.schedule == "cross_iteration":
-            raise ValueError(
-                f'`schedule="cross_iteration"` cannot work: {reason}. Use `schedule="backward"`'
-                ' (`strategy="mgwfbp"`), or "auto", which falls back to it.'
-            )
-        if watcher is not None:
-            reason = reason or f"{watcher} may look at weights right after a step"
-            if self._options.schedule == "cross_iteration":
-                rank_zero_warn(
-                    f'`schedule="cross_iteration"` has no effect: {reason}, so each is made whole'
-                    " before, and nothing hides behind the next forward."
-                )
-        if reason is not None:
-            rank_zero_info(f'The schedule is "backward": {reason}.')
-            return "backward"
-        return "cross_iteration"
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -15,7 +15,7 @@ from training import Toy, ToyData, make_strategy, quiet_trainer
 
 from lightning_mgwfbp import TopK, WarmupCallback
 from lightning_mgwfbp.exchange.compressors import Cast
-from lightning_mgwfbp.schedules import against_cross_iteration, who_looks_at_weights
+from lightning_mgwfbp.schedules import against_cross_iteration, what_would_see
 
 
 class Manual(Toy):
@@ -112,7 +112,7 @@ def test_lightnings_own_callbacks_do_not_look_at_weights() -> None:
     trainer = trainer_of(
         Toy(), callbacks=quiet, enable_checkpointing=True, enable_progress_bar=True
     )
-    assert who_looks_at_weights(trainer) is None
+    assert what_would_see(trainer) is None
 
 
 class Watcher(pl.Callback):
@@ -133,19 +133,28 @@ def test_who_may_look_is_found() -> None:
         (trainer_of(Toy(), callbacks=[averaging]), "WeightAveraging.on_train_batch_end"),
         (trainer_of(OwnStep()), "OwnStep.optimizer_step"),
     ):
-        assert words in str(who_looks_at_weights(trainer))
+        assert words in str(what_would_see(trainer))
 
 
-def fit(rank: int, schedule: str, clips_on: int) -> str:
-    """What fit ends with, where one rank only has something against it."""
+class Steps(pl.Callback):
+    """Keeps the classes of the strategy's steps."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        (step,) = trainer.strategy._steps.values()
+        self.kind = type(step).__name__
+
+
+def fit(rank: int, schedule: str, watched_on: int) -> str:
+    """The kind of step, or the error, where one rank only has something against deferring."""
     strategy = make_strategy("mgwfbp", schedule=schedule, warmup_steps=1)
-    watching = [GradientLogger()] if rank == clips_on else []
-    trainer = quiet_trainer(strategy=strategy, max_steps=3, callbacks=watching)
+    steps = Steps()
+    watching = [GradientLogger()] if rank == watched_on else []
+    trainer = quiet_trainer(strategy=strategy, max_steps=3, callbacks=[steps, *watching])
     try:
         trainer.fit(Toy(), ToyData())
     except ValueError as error:
         return str(error)
-    return "fitted"
+    return steps.kind
 
 
 def test_all_ranks_refuse_what_one_has() -> None:
@@ -157,8 +166,8 @@ def test_all_ranks_refuse_what_one_has() -> None:
 
 def test_auto_falls_back_on_all_ranks() -> None:
     """Ranks exchange by different schedules, or "auto" refuses."""
-    assert train_ranks(fit, "auto", 1) == ["fitted", "fitted"]
-    assert train_ranks(fit, "auto", -1) == ["fitted", "fitted"]
+    assert train_ranks(fit, "auto", 1) == ["AveragedStep"] * 2
+    assert train_ranks(fit, "auto", -1) == ["DeferredStep"] * 2
 
 
 def test_an_unknown_schedule() -> None:

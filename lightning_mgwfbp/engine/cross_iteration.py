@@ -105,21 +105,15 @@ class CrossIteration:
         self._deferred = True
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Within, whoever looks at parameters finds them complete."""
+    def forward(self) -> Iterator[None]:
+        """Around a forward: afterwards nothing is pending."""
         if self._deferred and (self._has_unseen_code or scripted_functions_exist()):
             self.flush()
         self._finish(())  # before anything is used: [Note: notice]
-        if not self._deferred:
-            yield
-            return
-        with FirstUse(self._buckets_at, self._finish, self.flush):
-            yield
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around a forward: afterwards nothing is pending."""
-        with self.watch():
+        if self._deferred:
+            with FirstUse(self._buckets_at, self._finish, self.flush):
+                yield
+        else:
             yield
         self.flush()
 
@@ -175,7 +169,8 @@ class CrossIteration:
 
     def _before_call(self, parameters: list[nn.Parameter]) -> None:
         if self._pending:
-            self._finish({self._bucket_of.get(id(p), -1) for p in parameters} & self._pending)
+            own = {self._bucket_of[id(p)] for p in parameters if id(p) in self._bucket_of}
+            self._finish(own & self._pending)
 
     def _finish(self, numbers: Collection[int]) -> None:
         if not self._deferred or self._is_completing:
@@ -184,7 +179,7 @@ class CrossIteration:
             return
         with self._completing():
             if self._is_noticed is None:
-                self._is_noticed = self._reducer.noticed
+                self._is_noticed = self._reducer.is_noticed()
             if self._is_noticed:
                 self._complete()
             elif numbers:
@@ -193,7 +188,7 @@ class CrossIteration:
                 self._step.step_on(self._taken(numbers))
 
     def _complete(self) -> None:
-        self._is_noticed = self._reducer.noticed
+        self._is_noticed = self._reducer.is_noticed()
         self._reducer.complete()
         pending = self._taken(list(self._pending))
         self._deferred = False

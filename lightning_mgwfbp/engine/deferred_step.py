@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,25 @@ from torch.optim import Optimizer
 
 from lightning_mgwfbp.engine.averaged_step import Closure
 from lightning_mgwfbp.engine.cross_iteration import CrossIteration
-from lightning_mgwfbp.engine.grouped_step import is_step_watched
+from lightning_mgwfbp.engine.grouped_step import is_step_watched, why_not_in_parts
 from lightning_mgwfbp.engine.reducer import Reducer
+from lightning_mgwfbp.exchange.compressors import Cast
+from lightning_mgwfbp.exchange.methods import ExchangeMethod
+
+
+def why_not_deferred(
+    optimizers: Sequence[Optimizer], method: ExchangeMethod | None, *, scales_loss: bool
+) -> Iterator[str]:
+    """Say what stands against deferring steps, whoever drives the training."""
+    if not isinstance(method, Cast | None):
+        yield f"`compressor={method!r}` does not send gradients by all-reduces"
+    if scales_loss:
+        yield "a GradScaler must see all averages before the first update"
+    if len(optimizers) != 1:
+        yield f"there are {len(optimizers)} optimizers, not one"
+    for optimizer in optimizers:
+        if reason := why_not_in_parts(optimizer):
+            yield reason
 
 
 class DeferredStep:

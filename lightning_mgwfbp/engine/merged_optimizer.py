@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_mgwfbp.engine.agreement import parameter_facts, require_agreement
 from lightning_mgwfbp.engine.averaged_step import Closure
-from lightning_mgwfbp.engine.grouped_step import why_not_in_parts
+from lightning_mgwfbp.engine.deferred_step import why_not_deferred
 from lightning_mgwfbp.engine.options import Options, Schedule
 from lightning_mgwfbp.engine.session import Session, hook_forward
 from lightning_mgwfbp.engine.warmup import Tuned
-from lightning_mgwfbp.exchange.compressors import Cast
 from lightning_mgwfbp.exchange.methods import ExchangeMethod, resolve_compressor
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import Transport
@@ -50,13 +49,11 @@ def _require_deferrable(
     grad_scaler: torch.amp.GradScaler | None,
     module: nn.Module | None,
 ) -> None:
-    reason = why_not_in_parts(optimizer)
+    method = resolve_compressor(compressor)
+    reasons = why_not_deferred([optimizer], method, scales_loss=grad_scaler is not None)
+    reason = next(reasons, None)
     if module is None:
         reason = "`module=...` must be the one whose next call is to wait for updates"
-    if grad_scaler is not None:
-        reason = "`grad_scaler=...` must see all averages before the first update"
-    if not isinstance(resolve_compressor(compressor), Cast | None):
-        reason = f"`compressor={compressor!r}` does not send gradients by all-reduces"
     if reason is not None:
         raise ValueError(f'`MergedOptimizer(schedule="cross_iteration")` cannot work: {reason}.')
 
@@ -124,6 +121,11 @@ class MergedOptimizer(Optimizer):
         schedule: Schedule = "backward",
         module: nn.Module | None = None,
     ) -> None:
+        if schedule not in get_args(Schedule):
+            raise ValueError(
+                f"`MergedOptimizer(schedule=...)` must be one of {', '.join(get_args(Schedule))},"
+                f" got {schedule!r}."
+            )
         if schedule == "cross_iteration":
             _require_deferrable(optimizer, compressor, grad_scaler, module)
         named = list(named_parameters)
@@ -247,12 +249,14 @@ class MergedOptimizer(Optimizer):
 
     def close(self) -> None:
         """Complete the last step and remove all hooks; the wrapped optimizer goes on alone."""
-        self._session.flush()
-        for hook in self._hooks:
-            hook.remove()
-        self._session.close()
-        if self._own_transport is not None:
-            self._own_transport.close()
+        try:
+            self._session.flush()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self._session.close()
+            if self._own_transport is not None:
+                self._own_transport.close()
 
     def _require_named(self, param_group: dict[str, Any]) -> None:
         parameters = param_group["params"]

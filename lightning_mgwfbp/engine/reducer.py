@@ -161,28 +161,20 @@ class Reducer:
     @torch.no_grad()
     def launch(self) -> None:
         """Launch what backward left incomplete: the first half of `synchronize`."""
-        begin = time.perf_counter()
-        self._look_for_what_came_unseen()
-        if self.exchanger.needs_whole_gradient:
-            self.exchanger.prepare(self._new_gradients())
-        while self._round.launched <= self._round.last:
-            self._launch_next()
-        self._waited_seconds += time.perf_counter() - begin
+        with self._waiting_counted():
+            self._look_for_what_came_unseen()
+            if self.exchanger.needs_whole_gradient:
+                self.exchanger.prepare(self._new_gradients())
+            while self._round.launched <= self._round.last:
+                self._launch_next()
 
     @torch.no_grad()
-    def finish_bucket(self, number: int) -> list[int]:
-        """Wait for one of the launched buckets, and put its averages in `.grad`.
+    def finish_bucket(self, number: int) -> None:
+        """Wait for one of the launched buckets, and put its averages in `.grad`."""
+        with self._waiting_counted():
+            self._round.finish_bucket(number)
 
-        Returns:
-            Its parameters, as indices.
-        """
-        begin = time.perf_counter()
-        self._round.finish_bucket(number)
-        self._waited_seconds += time.perf_counter() - begin
-        return self.layout.members[number]
-
-    @property
-    def noticed(self) -> bool:
+    def is_noticed(self) -> bool:
         """Whether some rank has gradients that no bucket carried; waits for the last bucket."""
         last = self._round.last
         self.finish_bucket(last)
@@ -191,19 +183,26 @@ class Reducer:
     @torch.no_grad()
     def complete(self) -> None:
         """Wait for all that was launched: the second half of `synchronize`."""
-        begin = time.perf_counter()
-        others = self._round.finish()
-        amendment = None
-        if self.noticed:
-            amendment = self._amend(self._round.late)
-            others += amendment.averages.values()
-        self.exchanger.conclude(others)
+        noticed = self.is_noticed()
+        with self._waiting_counted():
+            others = self._round.finish()
+            amendment = self._amend(self._round.late) if noticed else None
+            if amendment is not None:
+                others += amendment.averages.values()
+            self.exchanger.conclude(others)
+        self._waits += 1  # under the plan that was in force
         if amendment is not None:
             self._adapt(amendment)
         self._reset()
         self.exchanges += 1
-        self._waits += 1
-        self._waited_seconds += time.perf_counter() - begin
+
+    @contextmanager
+    def _waiting_counted(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited_seconds += time.perf_counter() - begin
 
     def close(self) -> None:
         """Remove all hooks, and wait for what is still on its way."""

@@ -20,6 +20,9 @@ from lightning_mgwfbp.engine.grouped_step import GroupedStep
 from lightning_mgwfbp.engine.options import Settings, require_no_momentum
 from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.engine.warmup import WarmUp
+from lightning_mgwfbp.exchange.compressors import Cast
+from lightning_mgwfbp.exchange.decoupled import DecoupledExchanger
+from lightning_mgwfbp.exchange.exchangers import Exchanger
 from lightning_mgwfbp.exchange.methods import make_exchanger
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.measure.module_hooks import ModuleHook
@@ -56,8 +59,12 @@ class Session:
         for optimizer in optimizers:
             require_no_momentum(settings.compressor, optimizer)
         named = list(named_parameters)
-        decoupled = settings.schedule == "cross_iteration"
-        exchanger = make_exchanger(settings.compressor, transport, decoupled=decoupled)
+        method, defers = settings.compressor, settings.schedule == "cross_iteration"
+        if defers:
+            assert isinstance(method, Cast | None)
+            exchanger: Exchanger = DecoupledExchanger(transport, transport.sibling(), method)
+        else:
+            exchanger = make_exchanger(method, transport)
         if gradient_scale is not None:
             exchanger.gradient_scale = gradient_scale
         compresses_none = not any(exchanger.compresses(p) for _, p in named)
@@ -73,7 +80,7 @@ class Session:
         self.reducer = Reducer(named, exchanger, static_graph=settings.static_graph)
         self.warmup = WarmUp(model, named, transport, self.reducer, settings, module)
         self._cross_iteration: CrossIteration | None = None
-        if decoupled:
+        if defers:
             assert module is not None
             (optimizer,) = optimizers
             self._cross_iteration = CrossIteration(
@@ -160,17 +167,21 @@ class Session:
 
 def hook_forward(module: nn.Module, session: Session) -> list[RemovableHandle]:
     """Tell `session` of each call of `module`, where nobody else does."""
-    around: list[AbstractContextManager[None]] = []
+    # with the exception that is being handled around the call, and is not the call's own
+    around: list[tuple[AbstractContextManager[None], BaseException | None]] = []
 
     def begin() -> None:
         session.warmup.forward_begins()
-        around.append(session.forward())
-        around[-1].__enter__()
+        around.append((session.forward(), sys.exc_info()[1]))
+        around[-1][0].__enter__()
 
     def end() -> None:
-        if around:  # else the call failed before it began
-            around.pop().__exit__(*sys.exc_info())
-            session.warmup.backward_begins()
+        if not around:  # the call failed before it began
+            return
+        forward, handled = around.pop()
+        kind, error, trace = sys.exc_info()
+        forward.__exit__(*((None, None, None) if error is handled else (kind, error, trace)))
+        session.warmup.backward_begins()
 
     return [
         module.register_forward_pre_hook(ModuleHook(begin)),

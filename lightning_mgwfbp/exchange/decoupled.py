@@ -41,7 +41,7 @@ from lightning_mgwfbp.exchange.exchangers import Exchanger
 from lightning_mgwfbp.exchange.relay import Relay
 from lightning_mgwfbp.exchange.transport import Pending, Transport
 
-_PIECE_NBYTES = 2**19  # on the wire, where no plan says: [Note: pieces]
+_DEFAULT_PIECE_NBYTES = 2**19  # on the wire, where no plan says: good on all links above
 
 
 class DecoupledExchanger(Exchanger):
@@ -75,7 +75,7 @@ class DecoupledExchanger(Exchanger):
         self._pieces = list(pieces) or [self._default_pieces(bucket) for bucket in buckets]
         # the gradients that backward makes last are those of what forward uses first
         order = gather_order or range(len(buckets))[::-1]
-        self._gathers = [(number, k) for number in order for k in range(self._pieces[number])]
+        self._gathers = [(owner, piece) for owner in order for piece in range(self._pieces[owner])]
         for bucket, count in zip(self._buckets, self._pieces, strict=True):
             bucket.pad(self.transport.world_size * count)
         self._exchanges = []
@@ -87,9 +87,9 @@ class DecoupledExchanger(Exchanger):
             self._exchanges.clear()
         number = len(self._exchanges)
         assert bucket is self._buckets[number], "buckets are started in order, once per round"
-        buffer = bucket.padded
-        buffer.mul_(1.0 / self.transport.world_size)
-        wire = buffer if self._cast is None else self._cast.narrowed(buffer)
+        padded = bucket.padded
+        padded.mul_(1.0 / self.transport.world_size)
+        wire = padded if self._cast is None else self._cast.narrowed(padded)
         pieces = wire.view(self._pieces[number], self.transport.world_size, -1)
         exchange = DecoupledExchange(self, bucket, pieces, key)
         self._exchanges.append(exchange)
@@ -97,10 +97,10 @@ class DecoupledExchanger(Exchanger):
             raise self._error
         if self._relay is None:
             before = [0, *accumulate(self._pieces)]
-            needed = [before[bucket_number] + k + 1 for bucket_number, k in self._gathers]
+            needed = [before[owner] + piece + 1 for owner, piece in self._gathers]
             self._relay = Relay(needed, self._launch_all_gather, self._fail, wire.device)
-        for k in range(len(pieces)):
-            self._relay.put(exchange.reduce_scatter(k))
+        for piece in range(len(pieces)):
+            self._relay.put(exchange.reduce_scatter(piece))
         return exchange
 
     def close(self) -> None:
@@ -112,14 +112,14 @@ class DecoupledExchanger(Exchanger):
         """Whether all buckets of this round are on their way."""
         return len(self._exchanges) == len(self._buckets)
 
-    def _launch_all_gather(self, number: int) -> Pending:
-        bucket, k = self._gathers[number]
-        return self._exchanges[bucket].all_gather(k, self._gather)
+    def _launch_all_gather(self, turn: int) -> Pending:
+        owner, piece = self._gathers[turn]
+        return self._exchanges[owner].all_gather(piece, self._gather)
 
     def _default_pieces(self, bucket: Bucket) -> int:
         dtype = bucket.buffer.dtype
         wire_dtype = dtype if self._cast is None else self._cast.wire_dtype(dtype)
-        return math.ceil(bucket.buffer.numel() * wire_dtype.itemsize / _PIECE_NBYTES)
+        return math.ceil(bucket.buffer.numel() * wire_dtype.itemsize / _DEFAULT_PIECE_NBYTES)
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
@@ -156,7 +156,9 @@ class DecoupledExchange:
         self.finished = False
 
     def finish(self) -> None:
-        """Return once the bucket holds the averages; all are started first, finished in any order.
+        """Return once the bucket holds the averages.
+
+        All buckets must have been started; they may be finished in any order.
 
         Raises:
             RuntimeError: some bucket has not been started.
@@ -182,13 +184,16 @@ class DecoupledExchange:
 
     def all_gather(self, number: int, transport: Transport) -> Pending:
         """Launch a piece's second half."""
-        piece = self._piece(number)
-        key = f"{self._key}, piece {number}"
-        pending = transport.all_gather(piece, piece[transport.rank], key=key)
+        pending = self._launch_all_gather(number, transport)
         self._gathers.append(pending)
         if len(self._gathers) == self._count:
-            self._ended.set()
+            self._ended.set()  # and no view is held here any more, which would cost new memory
         return pending
+
+    def _launch_all_gather(self, number: int, transport: Transport) -> Pending:
+        piece = self._piece(number)
+        key = f"{self._key}, piece {number}"
+        return transport.all_gather(piece, piece[transport.rank], key=key)
 
     def fail(self, error: BaseException) -> None:
         """Have `finish` raise `error`, unless all is launched already."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from lightning_mgwfbp.exchange.horovod_rendezvous import (
 )
 from lightning_mgwfbp.exchange.scratch import Scratch
 from lightning_mgwfbp.exchange.sum_of_rows import SumOfRows
-from lightning_mgwfbp.exchange.transport import Pending, Transport
+from lightning_mgwfbp.exchange.transport import Pending, Transport, in_background
 
 T = TypeVar("T")
 
@@ -188,8 +187,7 @@ class _Collective:
     def wait(self) -> None:
         if self._done:
             return
-        in_background = threading.current_thread() is not threading.main_thread()
-        pause = _BACKGROUND_POLL_SECONDS if in_background else _POLL_SECONDS
+        pause = _BACKGROUND_POLL_SECONDS if in_background.get() else _POLL_SECONDS
         while not self._hvd.poll(self._handle):
             if time.monotonic() > self._deadline:
                 raise RuntimeError(
@@ -200,9 +198,8 @@ class _Collective:
             time.sleep(pause)
         with _explained(self._name):
             result = self._hvd.synchronize(self._handle)
-        result = (
-            result[0] if isinstance(result, tuple) else result
-        )  # an all-to-all's has sizes, too
+        if isinstance(result, tuple):  # an all-to-all's has sizes, too
+            result = result[0]
         if result is not self._target:
             self._target.copy_(result.view(self._target.shape))
         self._done = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from lightning_mgwfbp.exchange.comm_hook import CommHookExchanger, DDPCommHook
 from lightning_mgwfbp.exchange.compressed import CompressedExchanger
 from lightning_mgwfbp.exchange.compressors import COMPRESSORS, Cast, Compressor
-from lightning_mgwfbp.exchange.decoupled import DecoupledExchanger
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchanger
 from lightning_mgwfbp.exchange.power_sgd import PowerSGD, PowerSGDExchanger
 from lightning_mgwfbp.exchange.transport import Transport
@@ -29,19 +28,9 @@ def resolve_compressor(compressor: str | ExchangeMethod | None) -> ExchangeMetho
     )
 
 
-def make_exchanger(
-    method: ExchangeMethod | None, transport: Transport, *, decoupled: bool = False
-) -> Exchanger:
-    """Return what exchanges buckets by `method` over `transport`.
-
-    Args:
-        method: a Cast or None where it is to be decoupled.
-        transport: joins the ranks. Collective where it is to be decoupled: its sibling is made.
-        decoupled: whether the two halves of all-reduces may be apart.
-    """
+def make_exchanger(method: ExchangeMethod | None, transport: Transport) -> Exchanger:
+    """Return what exchanges buckets by `method` over `transport`."""
     match method:
-        case None | Cast() if decoupled:
-            return DecoupledExchanger(transport, transport.sibling(), method)
         case None | Cast():
             return DenseExchanger(transport, method)
         case PowerSGD():

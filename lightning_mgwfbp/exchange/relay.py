@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from lightning_mgwfbp.exchange.transport import Pending
+from lightning_mgwfbp.exchange.transport import Pending, in_background
 
 # Enough to keep the link busy, and soon out of the way of a reduce-scatter.
 _MOST_UNDER_WAY = 2
@@ -27,20 +27,20 @@ class Relay:
     """A thread that waits for reduce-scatters and launches all-gathers, round after round.
 
     Args:
-        gathers: of one round, in their order: how many reduce-scatters must be done before each.
-        launch: launches the all-gather of that number in the order.
+        needed: by each all-gather of a round, in their order: how many reduce-scatters come first.
+        launch: launches the all-gather of that turn.
         fail: told the error that has ended the thread.
         device: where the pieces lie.
     """
 
     def __init__(
         self,
-        gathers: Sequence[int],
+        needed: Sequence[int],
         launch: Callable[[int], Pending],
         fail: Callable[[BaseException], None],
         device: torch.device,
     ) -> None:
-        self._gathers = gathers
+        self._needed = needed
         self._launch = launch
         self._fail = fail
         self._device = device
@@ -76,6 +76,7 @@ class Relay:
         self._thread.join(limit_seconds)
 
     def _run(self) -> None:
+        in_background.set(True)
         # on a GPU waits are queued in the current stream: not in that of backward
         on_gpu = self._device.type == "cuda"
         stream = torch.cuda.stream(torch.cuda.Stream(self._device)) if on_gpu else nullcontext()
@@ -90,12 +91,12 @@ class Relay:
         """Return whether there may be another one."""
         done = 0  # reduce-scatters, as many as all-gathers in all
         under_way: deque[Pending] = deque()  # all-gathers
-        for number, needed in enumerate(self._gathers):
-            while done < needed or (done < len(self._gathers) and self._must_give_way(under_way)):
+        for turn, needed in enumerate(self._needed):
+            while done < needed or (done < len(self._needed) and self._must_give_way(under_way)):
                 if not self._wait_for_next():
                     return False
                 done += 1
-            under_way.append(self._launch(number))
+            under_way.append(self._launch(turn))
         return True
 
     def _must_give_way(self, under_way: deque[Pending]) -> bool:

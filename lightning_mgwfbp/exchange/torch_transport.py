@@ -92,7 +92,8 @@ class TorchTransport:
 
     def sibling(self) -> TorchTransport:
         ranks = dist.get_process_group_ranks(self._group)
-        # only where other processes do not come here: torch makes such a group badly twice
+        # Synchronised locally, a group gets its name from its ranks, and in torch 2.13 a second one
+        # of that name meets at the addresses of the first. So only where others do not come here.
         is_part = len(ranks) < dist.get_world_size()
         group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=is_part)
         sibling = TorchTransport(group)

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+in_background: ContextVar[bool] = ContextVar("in_background", default=False)
+"""Whether the present thread does nothing but wait, so that a moment more is less than its CPU."""
 
 
 class Pending(Protocol):

@@ -12,8 +12,8 @@ How many groups are early, and how to cut into groups and pieces, is searched fo
 sizes and those of all planners; then cuts that pay nothing are undone. Each is judged by its mean
 on links that take somewhat less or more time than was measured. That is not exact, but
 `CrossTimeline.lower_bound_seconds` says how far off it is at most: on the profiles of ResNet-50,
-ViT-Base and GPT-2 at 1 Gbit/s 1.8 % (of which 1.8 are start-ups of pieces small enough to travel
-well), and 7.5 % where there is as much communication as computation.
+ViT-Base and GPT-2 at 1 Gbit/s 1.8 %, all of it start-ups of pieces small enough to travel well,
+and 7.5 % where there is as much communication as computation.
 """
 
 from collections.abc import Iterable, Iterator
@@ -42,7 +42,7 @@ _LINKS = (0.85, 1.0, 1.2)  # seconds of a message in training, as multiples of t
 _HOST_SECONDS = 3e-5
 # Larger messages do not run in both directions of a link at once, whatever a fitted line says:
 # [Note: pieces] in exchange/decoupled.py. Unless start-ups take more than a share of such a piece.
-_PIECE_NBYTES = 2.0**21
+_MOST_PIECE_NBYTES = 2.0**21
 _START_UP_SHARE = 0.25
 
 
@@ -106,7 +106,7 @@ class _Search:
 
     def _piece_nbytes(self) -> Iterator[float]:
         communicate, total = self.problem.cost.communicate, float(self.problem.offsets[-1])
-        nbytes = _PIECE_NBYTES
+        nbytes = _MOST_PIECE_NBYTES
         while nbytes < total and communicate(0.0) > _START_UP_SHARE * communicate(nbytes):
             nbytes *= 2
         nbytes = max(1.0, min(nbytes, total))

@@ -10,7 +10,7 @@ Forward goes on as the parameters arrive, and does not begin before backward has
 
 This is the scheduling problem of one machine, the link, whose jobs have a head (until a group's
 last gradient exists), a length (its reduce-scatters, then its all-gathers) and a tail. A plan says
-what the jobs are and which all-gathers go first of those that could: see `cross_link`.
+what the jobs are, and in which order all-gathers go: see `cross_link`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -123,11 +123,12 @@ class CrossProblem:
         interrupt its messages a schedule would reach it: Jackson's, the longest tail first.
         """
         by_tail = np.argsort(-self.tails, kind="stable")
-        layers = len(by_tail)
-        # In row i and column k: whether the parameter of the k-th longest tail is ready since i is,
-        # and then the bytes of all such parameters up to k.
-        member = np.triu(np.ones((layers, layers), dtype=bool))[:, by_tail]
-        nbytes = np.cumsum(np.where(member, np.diff(self.offsets)[by_tail], 0.0), axis=1)
-        least = self.cost.least_seconds_within(nbytes, float(self.offsets[-1]))
-        bounds = self.ready[:, None] + least + self.tails[by_tail]
-        return max(self.computing_seconds, float(bounds[member].max()))
+        sizes, tails = np.diff(self.offsets)[by_tail], self.tails[by_tail]
+        bound = self.computing_seconds
+        for first in range(len(by_tail)):
+            # the k-th of those that are ready since `first` is, the longest tail first
+            member = by_tail >= first
+            nbytes = np.cumsum(sizes[member])
+            least = self.cost.least_seconds_within(nbytes, float(self.offsets[-1]))
+            bound = max(bound, float((self.ready[first] + least + tails[member]).max()))
+        return bound

@@ -49,8 +49,8 @@ def with_forward_times(
         profile: whose forward it is.
         first_use_seconds: from the beginning of forward to each parameter's first use, by name;
             one that is absent may be used at once.
-        forward_seconds: from the beginning of forward to its end. None is used later: medians of
-            noisy times may say so.
+        forward_seconds: from the beginning of forward to its end. No parameter is used later than
+            that, though medians of noisy times may say so.
     """
     uses = np.array([first_use_seconds.get(name, 0.0) for name in profile.names])  # (layers,)
     uses = np.minimum(uses, forward_seconds)

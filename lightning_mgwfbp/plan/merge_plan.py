@@ -28,8 +28,8 @@ class MergePlan(Saved):
 
     ValueError if the groups do not partition the names: each one starts where the one before
     stopped, none is empty, and the last stops at the last name; if the densities are not one per
-    group, each None or in (0, 1]; or if only one of pieces and forward order is there, pieces are
-    not at least one for each group, or forward order is no permutation of the groups.
+    group, each None or in (0, 1]; or if only one of pieces and gather_order is there, pieces are
+    not at least one for each group, or gather_order is no permutation of the groups.
     """
 
     names: tuple[str, ...]
@@ -46,9 +46,9 @@ class MergePlan(Saved):
     How many messages each half is cut into, at least one.
     """
     gather_order: tuple[int, ...] = ()
-    """The groups in the order in which the next forward first uses them.
+    """The groups in the order of their second halves, the same on all ranks.
 
-    The sooner used, the sooner all-gathered. There if and only if there are pieces.
+    There if and only if there are pieces.
     """
 
     def __post_init__(self) -> None:

@@ -95,7 +95,7 @@ def in_halves(
 
 @st.composite
 def plans_in_halves(draw: st.DrawFn, profile: ModelProfile) -> MergePlan:
-    """Any groups, pieces and priorities."""
+    """Any groups, pieces and order."""
     groups = draw(st.sampled_from(list(partitions(len(profile.layers)))))
     pieces = draw(st.lists(st.integers(1, 3), min_size=len(groups), max_size=len(groups)))
     return in_halves(profile, groups, pieces, draw(st.permutations(range(len(groups)))))

@@ -28,7 +28,7 @@ def test_densities_file(tmp_path: Path) -> None:
 
 
 def test_halves_file(tmp_path: Path) -> None:
-    """Pieces or priorities of an exchange in halves are lost."""
+    """Pieces or orders of an exchange in halves are lost."""
     plan = replace(PLAN, pieces=(1, 3), gather_order=(1, 0))
     plan.save(tmp_path / "plan.json")
     fields = json.loads((tmp_path / "plan.json").read_text())
@@ -51,7 +51,7 @@ def test_halves_file(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_halves(pieces: tuple[int, ...], gather_order: tuple[int, ...], said: str) -> None:
-    """A group without messages or without a place in forward, or one with two, is accepted."""
+    """A group without messages or without a place in the order, or one with two, is accepted."""
     with pytest.raises(ValueError, match=f"^{said}"):
         replace(PLAN, pieces=pieces, gather_order=gather_order)
 
