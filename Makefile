@@ -41,7 +41,7 @@ demo: $(READY)  ## train the handwritten digits on two processes and compare wit
 # wheel is kept, so only the first time takes minutes.
 $(HOROVOD): $(READY) scripts/install_horovod.sh constraints.txt
 	@echo "==> Installing Horovod for the tests that need it"
-	@if PYTHON=$(BIN)/python PIP_CONSTRAINT=constraints.txt scripts/install_horovod.sh; then \
+	@if PYTHON=$(BIN)/python PIP_CONSTRAINT=$(CURDIR)/constraints.txt scripts/install_horovod.sh; then \
 	  touch $@; \
 	elif [ -n "$$CI" ]; then \
 	  exit 1; \

@@ -59,6 +59,11 @@ PY
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/lightning-mgwfbp"
 kept="$cache/horovod-$version-$tag"
 
+pip_install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+# What it requires, first: its build needs one of them, and pip warns of a wheel without them.
+say "Installing what Horovod requires"
+pip_install cloudpickle psutil pyyaml packaging 'cffi>=1.4.0'
+
 if [[ "${1:-}" == --rebuild || ! -d "$kept" ]]; then
   # Beside the place where the wheel is kept: it gets there by being renamed, whole or not at all.
   mkdir -p "$cache"
@@ -95,9 +100,6 @@ fi
 
 wheels=("$kept"/*.whl)
 say "Installing $(basename "${wheels[0]}")"
-pip_install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
-# What it requires, first: pip warns of a wheel whose requirements are not there.
-pip_install cloudpickle psutil pyyaml packaging 'cffi>=1.4.0'
 pip_install --force-reinstall --no-deps "${wheels[0]}"
 "$python" - <<'PY'
 import horovod.torch as hvd
