@@ -20,9 +20,18 @@ from lightning_mgwfbp.exchange.transport import Transport
 
 # Between backward and step, when gradients are still on their way.
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_MODULE_GRADIENT_HOOKS = (*_GRADIENT_HOOKS, "configure_gradient_clipping", "backward")
 # Between a step and the next forward, when updates are. Those around epochs and validation are not
 # among them: there WarmupCallback completes the step for everybody.
 _WEIGHT_HOOKS = ("on_train_batch_end", "on_train_batch_start")
+_MODULE_WEIGHT_HOOKS = (
+    *_WEIGHT_HOOKS,
+    "optimizer_step",
+    "lr_scheduler_step",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)
 # Lightning's own that use some of those hooks, and look at no weights but by saving a checkpoint.
 _BLIND = (
     callbacks.DeviceStatsMonitor,
@@ -96,7 +105,7 @@ def _obstacles(trainer: pl.Trainer, method: ExchangeMethod | None) -> Iterator[s
 
 def _overridden_gradient_hooks(trainer: pl.Trainer) -> Iterator[str]:
     for who in (
-        *_overridden(trainer.lightning_module, (*_GRADIENT_HOOKS, "configure_gradient_clipping")),
+        *_overridden(trainer.lightning_module, _MODULE_GRADIENT_HOOKS),
         *(
             name
             for callback in _callbacks(trainer)
@@ -117,7 +126,7 @@ def what_would_see(trainer: pl.Trainer) -> str | None:
             continue
         if callback.pl_module_contains_batch_norm(module):
             return f"{type(callback).__name__} takes steps without backward, for BatchNorm"
-    looking = _overridden(module, ("optimizer_step", *_WEIGHT_HOOKS))
+    looking = _overridden(module, _MODULE_WEIGHT_HOOKS)
     looking += [name for callback in watchers for name in _overridden(callback, _WEIGHT_HOOKS)]
     return f"{looking[0]} may look at weights right after a step" if looking else None
 

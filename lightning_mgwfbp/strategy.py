@@ -308,6 +308,12 @@ class MGWFBPStrategy(DDPStrategy):
                 yield
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.session is not None:
+            self.session.flush()  # also where the module's own state_dict() calls no hooks
+        return super().lightning_module_state_dict()
+
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:

@@ -36,7 +36,7 @@ from lightning_mgwfbp import MGWFBP, Threshold
 
 pytestmark = pytest.mark.slow
 
-WATCHED = "ignore:.*has no effect.*may look at weights"
+WATCHED = "ignore:.*has no effect. The schedule is"
 
 
 class Validated(Layers):

@@ -86,7 +86,7 @@ def test_compiled_code() -> None:
     assert_equal_to_oracle(COMPILED)
 
 
-@pytest.mark.filterwarnings("ignore:.*has no effect. Compiled or scripted code")
+@pytest.mark.filterwarnings("ignore:.*has no effect. The schedule is")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
 def test_scripted_code_and_parts_of_the_model() -> None:

@@ -19,6 +19,7 @@ together, and all parameters are stepped at once. So that is looked at first.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -67,8 +68,10 @@ class CrossIteration:
         self._addresses: list[set[int]] = []  # of each bucket's parameters
         self._buckets_at: dict[int, set[int]] = {}  # the pending ones, by address
         self._deferred = False
-        self._is_completing = False
+        self._lock = threading.RLock()  # a forward may call modules in several threads
+        self._is_completing = False  # in the thread that has the lock
         self._is_noticed: bool | None = None  # [Note: notice]
+        self._in_forward = False
         self._pending: set[int] = set()  # buckets
         modules = list(module.modules())
         self._has_unseen_code = has_unseen_code(modules)
@@ -111,8 +114,12 @@ class CrossIteration:
             self.flush()
         self._finish(())  # before anything is used: [Note: notice]
         if self._deferred:
-            with FirstUse(self._buckets_at, self._finish, self.flush):
-                yield
+            self._in_forward = True
+            try:
+                with FirstUse(self._buckets_at, self._finish, self.flush):
+                    yield
+            finally:
+                self._in_forward = False
         else:
             yield
         self.flush()
@@ -123,9 +130,10 @@ class CrossIteration:
         Raises:
             RuntimeError: an exchange failed; so will the next call, since weights are incomplete.
         """
-        if self._deferred and not self._is_completing:
-            with self._completing():
-                self._complete()
+        with self._lock:
+            if self._deferred and not self._is_completing:
+                with self._completing():
+                    self._complete()
 
     def close(self) -> None:
         """Remove all hooks; what is pending is lost unless it was flushed."""
@@ -168,11 +176,18 @@ class CrossIteration:
             compiler._is_compiling_flag = before
 
     def _before_call(self, parameters: list[nn.Parameter]) -> None:
+        if self._pending and not self._in_forward:
+            self.flush()  # nobody sees which functions it calls, and with what
         if self._pending:
             own = {self._bucket_of[id(p)] for p in parameters if id(p) in self._bucket_of}
             self._finish(own & self._pending)
 
     def _finish(self, numbers: Collection[int]) -> None:
+        with self._lock:
+            self._finish_locked(numbers)
+
+    def _finish_locked(self, numbers: Collection[int]) -> None:
+        numbers = self._pending.intersection(numbers)  # another thread may have come first
         if not self._deferred or self._is_completing:
             return
         if self._is_noticed is not None and not numbers:

@@ -75,7 +75,9 @@ class DeferredStep:
                 " have changed. Give `module=...` the one whose call computes the loss, or call"
                 " flush() before you use its weights without calling it."
             )
-        is_averaged = self._reducer.exchanges > self._exchanges
+        # a zero_grad() may have had an exchange of what it has thrown away
+        exchanged = self._reducer.exchanges > self._exchanges
+        is_averaged = exchanged and not self._reducer.unsynchronized
         if is_averaged or self._must_be_whole():
             if not is_averaged:
                 self._reducer.synchronize()

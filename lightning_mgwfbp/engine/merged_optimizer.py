@@ -214,7 +214,9 @@ class MergedOptimizer(Optimizer):
         Those of a step that was taken are left to it. `model.zero_grad()` knows nothing of all
         these: call this one instead.
         """
-        if not self._session.pending and self.reducer.syncing and self.reducer.unsynchronized:
+        if self._session.pending:
+            return
+        if self.reducer.syncing and self.reducer.unsynchronized:
             self.synchronize()
         self.optimizer.zero_grad(set_to_none)
 
