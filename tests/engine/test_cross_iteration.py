@@ -117,6 +117,28 @@ def loaded(model: Layers, optimizer: Any, rank: int) -> list[Any]:
     return []
 
 
+def thrown_away(model: Layers, optimizer: Any, rank: int) -> list[Any]:
+    """A bad batch: its gradients are cleared by the next zero_grad, without a step."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        if step != 3:
+            optimizer.step()
+    return []
+
+
+def late_parts(model: Layers, optimizer: Any, rank: int) -> list[Any]:
+    """A second backward adds to gradients that are on their way already."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss, more = loss_of(model, step, rank), loss_of(model, step + 10, rank)
+        loss.backward()
+        if step % 2:
+            more.backward()
+        optimizer.step()
+    return []
+
+
 def by_submodules(model: Layers, optimizer: Any, rank: int) -> list[Any]:
     """A module of the model's is called by itself first."""
     seen = []
@@ -128,7 +150,9 @@ def by_submodules(model: Layers, optimizer: Any, rank: int) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("loop", [zero_first, zero_last, looked_at, loaded, by_submodules])
+@pytest.mark.parametrize(
+    "loop", [zero_first, zero_last, looked_at, loaded, by_submodules, thrown_away, late_parts]
+)
 def test_a_plain_loop(loop: Loop) -> None:
     """Steps by the standalone wrapper are those of one process with all the data."""
     ours, theirs = by_both(loop)
@@ -144,7 +168,7 @@ def test_a_step_without_a_call_of_the_module_is_an_error() -> None:
     for step in range(3):
         model(data_of(step), (0, 1, 2)).backward()
         optimizer.step()
-    model.forward(data_of(4), (0, 1, 2)).backward()
+    sum(p.square().sum() for p in model.parameters()).backward()  # no module is called
     with pytest.raises(RuntimeError, match="The last step is not complete"):
         optimizer.step()
     optimizer.close()
