@@ -25,7 +25,7 @@ from lightning_mgwfbp.exchange.horovod_hosts import Place, places, require_reach
 from lightning_mgwfbp.exchange.horovod_rendezvous import load_horovod, start_horovod, stop_horovod
 from lightning_mgwfbp.exchange.horovod_transport import HorovodTransport, _warn_of_bfloat16
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
-from lightning_mgwfbp.exchange.transport import LoopbackTransport
+from lightning_mgwfbp.exchange.transport import LoopbackTransport, in_background
 from lightning_mgwfbp.measure.collectives import time_all_gather, time_all_reduce
 
 
@@ -104,7 +104,7 @@ _STARTED_TWICE = """
 import os
 os.environ["HOROVOD_CYCLE_TIME"] = "2"
 from lightning_mgwfbp.exchange.horovod_rendezvous import start_horovod, stop_horovod
-from lightning_mgwfbp.exchange.transport import LoopbackTransport
+from lightning_mgwfbp.exchange.transport import LoopbackTransport, in_background
 for _ in range(2):
     print("STARTED", start_horovod(LoopbackTransport.solo()))
     stop_horovod()
@@ -306,7 +306,11 @@ def _call(wait: Callable[[], None]) -> None:
 
 
 def _call_in_thread(wait: Callable[[], None]) -> None:
-    thread = threading.Thread(target=wait)
+    def wait_patiently() -> None:
+        in_background.set(True)
+        wait()
+
+    thread = threading.Thread(target=wait_patiently)
     thread.start()
     thread.join()
 
