@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from ranks import discard_pools
 
 torch.set_num_threads(1)
 
@@ -18,6 +19,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("horovod"):
                 item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_ranks_for_deferred_steps(request: pytest.FixtureRequest) -> None:
+    """What other tests have scripted or compiled in a process keeps updates from being late."""
+    if request.module.__name__.startswith(("test_cross_iteration_", "test_schedules")):
+        discard_pools()
 
 
 def _why_no_horovod() -> str:

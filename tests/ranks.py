@@ -77,6 +77,12 @@ class _Pool:
 _POOLS: dict[int, _Pool] = {}
 
 
+def discard_pools() -> None:
+    """Have the next ranks be new processes, in which nothing has run before."""
+    while _POOLS:
+        _POOLS.popitem()[1].close()
+
+
 def _pool(world_size: int) -> _Pool:
     if world_size not in _POOLS:
         _POOLS[world_size] = _Pool(world_size)
