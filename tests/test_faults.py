@@ -13,8 +13,14 @@ from processes import Ended, finish, python, start
 from ranks import free_port
 
 pytestmark = pytest.mark.slow
-over_each = pytest.mark.parametrize(
-    "transport", ["torch", pytest.param("horovod", marks=pytest.mark.horovod)]
+each = pytest.mark.parametrize(
+    "options",
+    [
+        {"transport": "torch"},
+        pytest.param({"transport": "horovod"}, marks=pytest.mark.horovod),
+        {"schedule": "cross_iteration"},
+    ],
+    ids=["torch", "horovod", "cross_iteration"],
 )
 
 
@@ -25,25 +31,25 @@ def started(**options: Any) -> list[Popen[str]]:
     return [start(command, LOCAL_RANK=str(i), NODE_RANK="0", **shared) for i in range(2)]
 
 
-def assert_explained(survivor: Ended, transport: str) -> None:
+def assert_explained(survivor: Ended, options: dict[str, str]) -> None:
     """It has ended with an error that says what it waited for, and what to do."""
     assert survivor.code != 0
     assert not survivor.orphans
     said = survivor.output.split("Traceback", 1)[1]
     assert "merge group" in said
     assert "read the other ranks' output first" in said
-    if transport == "horovod":
+    if options.get("transport") == "horovod":
         assert "Horovod cannot go on without it" in said
 
 
-@over_each
+@each
 def test_a_killed_rank_ends_the_others_with_a_named_merge_group(
-    transport: str, tmp_path: Path
+    options: dict[str, str], tmp_path: Path
 ) -> None:
     """SIGKILL in the middle of training, after the plan."""
     ranks = started(
         trainer={"max_steps": 1_000_000},
-        strategy={"planner": "wfbp", "warmup_steps": 2, "transport": transport},
+        strategy={"planner": "wfbp", "warmup_steps": 2, **options},
         save_dir=str(tmp_path),
     )
     deadline = time.monotonic() + 60.0
@@ -55,17 +61,15 @@ def test_a_killed_rank_ends_the_others_with_a_named_merge_group(
     survivor = finish(ranks[0], limit_seconds=30.0)
     assert time.monotonic() - killed_at < 20.0
     finish(ranks[1])
-    assert_explained(survivor, transport)
+    assert_explained(survivor, options)
 
 
-@over_each
-def test_a_rank_that_raises_ends_the_others(transport: str) -> None:
+@each
+def test_a_rank_that_raises_ends_the_others(options: dict[str, str]) -> None:
     """An error of one rank's own, whose teardown must not wait for the others, nor they for it."""
-    ranks = started(
-        strategy={"planner": "wfbp", "warmup_steps": 2, "transport": transport}, raises=1
-    )
+    ranks = started(strategy={"planner": "wfbp", "warmup_steps": 2, **options}, raises=1)
     survivor, raised = (finish(rank, limit_seconds=60.0) for rank in ranks)
     assert raised.code != 0
     assert not raised.orphans
     assert "ValueError: rank 1 raises" in raised.output
-    assert_explained(survivor, transport)
+    assert_explained(survivor, options)
