@@ -37,7 +37,7 @@ class Layout:
         buckets: (B,).
         densities: what the plan has chosen for each bucket, if it has, (B,).
         pieces: of each bucket, if the plan has any, (B,).
-        gather_order: of the buckets, if the plan has one, (B,).
+        gather_order: of the pieces, each by its bucket, if the plan has one.
         members: indices into `parameters` for each bucket, (B,) of lists.
         descriptions: for each bucket which merge group it is (part) of, and what it carries, (B,).
         bucket_of: bucket of each parameter, (N,); -1 for one that is not in the plan.

@@ -74,8 +74,10 @@ class DecoupledExchanger(Exchanger):
         self._buckets = list(buckets)
         self._pieces = list(pieces) or [self._default_pieces(bucket) for bucket in buckets]
         # the gradients that backward makes last are those of what forward uses first
-        order = gather_order or range(len(buckets))[::-1]
-        self._gathers = [(owner, piece) for owner in order for piece in range(self._pieces[owner])]
+        backwards = range(len(buckets))[::-1]
+        order = gather_order or [owner for owner in backwards for _ in range(self._pieces[owner])]
+        pieces_of = [iter(range(count)) for count in self._pieces]
+        self._gathers = [(owner, next(pieces_of[owner])) for owner in order]
         for bucket, count in zip(self._buckets, self._pieces, strict=True):
             bucket.pad(self.transport.world_size * count)
         self._exchanges = []

@@ -67,7 +67,8 @@ class Exchanger(ABC):
         Args:
             buckets: in the order in which they will be started.
             pieces: how many messages each is cut into, where an exchange has two halves.
-            gather_order: the order of their second halves. Both, or none.
+            gather_order: the order of their second halves, each bucket as often as it has pieces.
+                Both, or none.
         """
 
     def prepare(self, gradients: Iterable[Tensor]) -> None:

@@ -10,6 +10,7 @@ it is the more urgent one.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 Message = tuple[str, int, float, float]  # the fields of a `Span`; a tuple is sooner made
 
@@ -29,15 +30,23 @@ class Jobs:
     tails: list[float]
     """Seconds of the next forward from the group's first use on."""
 
-    def gather_order(self, early: int) -> tuple[int, ...]:
-        """The first `early` groups as they are, then the others as the next forward uses them.
+    def gather_order(self, early: float) -> tuple[int, ...]:
+        """A share of the pieces of every group as they are, then the others as forward uses them.
 
         Of several used at once the last is first: where forward takes no time, or none that is
         known, it is so the reverse of backward.
+
+        Args:
+            early: the share; groups of few pieces take turns.
         """
-        late = range(early, len(self.tails))
-        by_use = sorted(late, key=lambda group: (self.tails[group], group), reverse=True)
-        return (*range(early), *by_use)
+        up_to = [int(early * pieces) for pieces in accumulate(self.pieces, initial=0)]
+        first = [stop - start for start, stop in pairwise(up_to)]
+        groups = range(len(self.pieces))
+        by_use = sorted(groups, key=lambda group: (self.tails[group], group), reverse=True)
+        return (
+            *(group for group in groups for _ in range(first[group])),
+            *(group for group in by_use for _ in range(self.pieces[group] - first[group])),
+        )
 
     def on_link(self, factor: float) -> "Jobs":
         """The same where messages take `factor` of the time."""
@@ -51,8 +60,7 @@ class Jobs:
 def run_link(jobs: Jobs, gather_order: Sequence[int]) -> Iterator[Message]:
     """Yield the messages as they follow."""
     scatters = [group for group, pieces in enumerate(jobs.pieces) for _ in range(pieces)]
-    gathers = [group for group in gather_order for _ in range(jobs.pieces[group])]
-    gathers.reverse()  # the next one is the last
+    gathers = list(reversed(gather_order))  # the next one is the last
     reduced = [0] * len(jobs.pieces)  # pieces of each group that are not gathered yet
     now = 0.0
     for scatter in (*scatters, None):

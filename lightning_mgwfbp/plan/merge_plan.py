@@ -3,6 +3,7 @@
 The planners write this record, the engine and the simulator read it; it has no other behaviour.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class MergePlan(Saved):
     ValueError if the groups do not partition the names: each one starts where the one before
     stopped, none is empty, and the last stops at the last name; if the densities are not one per
     group, each None or in (0, 1]; or if only one of pieces and gather_order is there, pieces are
-    not at least one for each group, or gather_order is no permutation of the groups.
+    not at least one for each group, or gather_order has not as many of each group.
     """
 
     names: tuple[str, ...]
@@ -46,9 +47,10 @@ class MergePlan(Saved):
     How many messages each half is cut into, at least one.
     """
     gather_order: tuple[int, ...] = ()
-    """The groups in the order of their second halves, the same on all ranks.
+    """The second halves of all pieces in their order, the same on all ranks, each by its group.
 
-    There if and only if there are pieces.
+    A group is in it once for each of its pieces, which follow each other. There if and only if
+    there are pieces.
     """
 
     def __post_init__(self) -> None:
@@ -82,17 +84,19 @@ class MergePlan(Saved):
         self._check_one_per_group("pieces", self.pieces)
         for index, count in enumerate(self.pieces):
             require_count(f"pieces[{index}]", count, least=1)
-        self._check_one_per_group("gather_order", self.gather_order)
+        require_list("gather_order", self.gather_order)
         for index, group in enumerate(self.gather_order):
             require_count(f"gather_order[{index}]", group)
-            if group >= len(self.groups) or group in self.gather_order[:index]:
-                raise ValueError(
-                    f"gather_order[{index}] must be another one of the {len(self.groups)} groups, "
-                    f"from 0 on, got {group}"
-                )
         if bool(self.pieces) != bool(self.gather_order):
             lacking = "gather_order" if self.pieces else "pieces"
             raise ValueError(f"{lacking} must be given too: pieces and gather_order go together")
+        gathered, due = Counter(self.gather_order), Counter(dict(enumerate(self.pieces)))
+        for group in sorted(gathered | due):
+            if gathered[group] != due[group]:
+                raise ValueError(
+                    f"gather_order must name group {group} once for each of its {due[group]}"
+                    f" pieces, got it {gathered[group]} times"
+                )
 
     def _check_one_per_group(self, name: str, values: Sequence[object]) -> None:
         require_list(name, values)

@@ -38,9 +38,12 @@ def buckets_of(seed: int) -> list[Bucket]:
 
 
 def cut_of(count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Random pieces, one to six, and order of `count` buckets."""
+    """Random pieces, one to six, of `count` buckets, and order of all."""
     draw = random.Random(seed)
-    return [draw.randint(1, 6) for _ in range(count)], draw.sample(range(count), count)
+    pieces = [draw.randint(1, 6) for _ in range(count)]
+    gathers = [number for number, of_it in enumerate(pieces) for _ in range(of_it)]
+    draw.shuffle(gathers)
+    return pieces, gathers
 
 
 def pack(bucket: Bucket, seed: int) -> None:
@@ -130,7 +133,7 @@ def test_halves_make_a_whole(
 def few_numbers(transport: Transport) -> tuple[list[Any], list[bool], bool]:
     bucket = Bucket([torch.zeros(()), torch.zeros(0)])
     exchanger = DecoupledExchanger(transport, transport.sibling())
-    exchanger.adopt([bucket], [2], [0])
+    exchanger.adopt([bucket], [2], [0, 0])
     mine = torch.tensor(float(transport.rank))
     bucket.pack([mine, None], [True, False], notice=transport.rank == 1)
     exchanger.start(bucket, key="bucket 0").finish()
@@ -174,10 +177,10 @@ def test_all_gathers_have_their_own_order() -> None:
     gather = Logged()
     exchanger = DecoupledExchanger(LoopbackTransport.solo(), gather)
     buckets = [Bucket([torch.zeros(9)]) for _ in range(3)]
-    exchanger.adopt(buckets, [1, 3, 2], [1, 2, 0])
+    exchanger.adopt(buckets, [1, 3, 2], [1, 2, 1, 2, 0, 1])
     list(exchanged(exchanger, buckets))
     exchanger.close()
-    assert gather.keys == keys_of(1, 1, 1, 2, 2, 0)
+    assert gather.keys == keys_of(1, 2, 1, 2, 0, 1)
 
 
 def test_pieces_are_bounded_on_the_wire_where_no_plan_says() -> None:

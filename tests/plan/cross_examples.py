@@ -98,4 +98,5 @@ def plans_in_halves(draw: st.DrawFn, profile: ModelProfile) -> MergePlan:
     """Any groups, pieces and order."""
     groups = draw(st.sampled_from(list(partitions(len(profile.layers)))))
     pieces = draw(st.lists(st.integers(1, 3), min_size=len(groups), max_size=len(groups)))
-    return in_halves(profile, groups, pieces, draw(st.permutations(range(len(groups)))))
+    gathers = [group for group, count in enumerate(pieces) for _ in range(count)]
+    return in_halves(profile, groups, pieces, draw(st.permutations(gathers)))

@@ -44,7 +44,7 @@ def test_one_message() -> None:
 def test_forward_hides_what_is_used_late() -> None:
     """The all-gather that comes last delays all of forward, not only what uses it."""
     profile = make_cross_profile([1, 6], [2, 3], [1, 10])
-    plan = in_halves(profile, [(0, 1), (1, 2)], [2, 1], [1, 0])  # forward uses 1 first
+    plan = in_halves(profile, [(0, 1), (1, 2)], [2, 1], [1, 0, 0])  # forward uses 1 first
     timeline = simulate_cross_iteration(profile, plan, UNIT)
     assert timeline.spans == (
         Span("reduce_scatter", 0, 1, 3),
@@ -88,7 +88,7 @@ def test_the_link_follows_the_rule(
     plan = data.draw(plans_in_halves(profile))
     ready = [float(profile.ready_seconds[stop - 1]) for _, stop in plan.groups]
     left = [group for group, pieces in enumerate(plan.pieces) for _ in range(pieces)]
-    gathers = [group for group in plan.gather_order for _ in range(plan.pieces[group])]
+    gathers = list(plan.gather_order)
     reduced: list[int] = []
     now = 0.0
     for span in simulate_cross_iteration(profile, plan, cost).spans:

@@ -31,6 +31,7 @@ from lightning_mgwfbp.plan import (
     simulate_cross_iteration,
     with_forward_times,
 )
+from lightning_mgwfbp.plan.cross_link import Jobs
 
 PROFILES = Path(__file__).parent.parent / "data" / "profiles"
 GIGABIT = AlphaBeta(3e-4, 8e-9)
@@ -55,22 +56,18 @@ def ratio_to_bound(profile: ModelProfile, plan: MergePlan, cost: HalvesCost) -> 
 
 
 @pytest.mark.parametrize("model", ["resnet50", "vit-base", "gpt2-small"])
-@pytest.mark.parametrize(
-    ("communication", "lost"),
-    # where both are as long, which all-gathers fit into backward matters, and the order is shared
-    [(0.5, 0.005), (1.0, 0.06), (2.0, 0.005)],
-)
-def test_real_profiles_come_close_to_the_bound(
-    model: str, communication: float, lost: float
-) -> None:
+@pytest.mark.parametrize("communication", [0.5, 0.85, 1.0, 1.2, 2.0])
+def test_real_profiles_come_close_to_the_bound(model: str, communication: float) -> None:
     """More of the iteration is lost, at so many times as much communication as computation."""
     profile = ModelProfile.load(PROFILES / f"{model}.json")
     seconds = float(GIGABIT(profile.nbytes.sum())) / communication
     profile = profile.scaled(seconds / (profile.backward_seconds + profile.forward_seconds))
     cost = HalvesCost.of_all_reduce(GIGABIT)
-    ratio = ratio_to_bound(profile, plan_cross_iteration(profile, cost, Optimal()), cost)
+    plan = plan_cross_iteration(profile, cost, Optimal())
     start_ups = GIGABIT.alpha / (GIGABIT.beta * 2**21)  # of pieces that travel well
-    assert ratio < 1 + lost + start_ups
+    for factor in (0.85, 1.0, 1.2):  # of the seconds that messages were measured to take
+        ratio = ratio_to_bound(profile, plan, slower_halves(cost, factor))
+        assert ratio < 1.005 + start_ups
 
 
 def test_pieces_are_of_a_size_that_travels_well() -> None:
@@ -83,7 +80,7 @@ def test_pieces_are_of_a_size_that_travels_well() -> None:
         wte = profile.nbytes[-1]
         assert 0.5e6 < wte / plan.pieces[-1] < 4e6
         start_ups = 1e-4 / 8e-3  # of pieces that travel well
-        assert ratio_to_bound(profile, plan, cost) < 1.06 + start_ups
+        assert ratio_to_bound(profile, plan, cost) < 1.05 + start_ups
 
 
 @pytest.mark.parametrize(("alpha", "most"), [(3e-4, 2**21), (3e-2, 2**24)])
@@ -112,6 +109,28 @@ def test_what_forward_uses_first_comes_first(forward: tuple[float, ...]) -> None
     assert plan.gather_order == (3, 2, 1, 0)
 
 
+def jobs_of(pieces: list[int]) -> Jobs:
+    zeros = [0.0] * len(pieces)
+    return Jobs(zeros, pieces, zeros, zeros, tails=[float(g) for g in range(len(pieces))])
+
+
+@pytest.mark.parametrize(
+    ("pieces", "early", "order"),
+    [
+        ([2, 2], 0.0, (1, 1, 0, 0)),
+        ([2, 2], 0.5, (0, 1, 1, 0)),
+        ([4, 1, 1, 1, 1], 0.25, (0, 4, 3, 2, 1, 0, 0, 0)),
+        ([1, 1, 1, 1], 0.5, (1, 3, 2, 0)),  # groups of one piece take turns
+        ([2, 2], 1.0, (0, 0, 1, 1)),
+    ],
+)
+def test_a_share_of_every_group_is_early(
+    pieces: list[int], early: float, order: tuple[int, ...]
+) -> None:
+    """The gaps of backward are filled by whole groups, or what forward needs first comes last."""
+    assert jobs_of(pieces).gather_order(early) == order
+
+
 def test_the_first_use_of_a_group_counts() -> None:
     """A group waits for the last use of its parameters, or forward's own order is not known."""
     profile = make_profile([1, 1, 1, 1], [1, 1, 1, 1])
@@ -123,15 +142,16 @@ def test_the_first_use_of_a_group_counts() -> None:
 
 def mean_iteration(profile: ModelProfile, plan: MergePlan, cost: HalvesCost) -> float:
     """Seconds, on the links for which a plan is made."""
-    costs = [
-        replace(
-            cost,
-            reduce_scatter=slower(cost.reduce_scatter, factor),
-            all_gather=slower(cost.all_gather, factor),
-        )
-        for factor in (0.85, 1.0, 1.2)
-    ]
+    costs = [slower_halves(cost, factor) for factor in (0.85, 1.0, 1.2)]
     return fmean(simulate_cross_iteration(profile, plan, c).iteration_seconds for c in costs)
+
+
+def slower_halves(cost: HalvesCost, factor: float) -> HalvesCost:
+    return replace(
+        cost,
+        reduce_scatter=slower(cost.reduce_scatter, factor),
+        all_gather=slower(cost.all_gather, factor),
+    )
 
 
 def slower(half: AlphaBeta | Table, factor: float) -> AlphaBeta | Table:
