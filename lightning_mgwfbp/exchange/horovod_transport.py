@@ -120,7 +120,7 @@ class HorovodTransport:
     def reduce_scatter(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
         received = self._scratch.take(buffer)
         work = self._start(self._hvd.alltoall_async, _bytes_of(buffer), _bytes_of(received), key)
-        return SumOfRows(work, output, received, self._scratch)
+        return SumOfRows(work, output, received.unbind(), received, self._scratch)
 
     def all_gather(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
         return self._start(self._hvd.allgather_async, _bytes_of(buffer), _bytes_of(output), key)

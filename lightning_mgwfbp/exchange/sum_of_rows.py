@@ -6,6 +6,8 @@ all-reduce, and Horovod's now and then leaves the third of three ranks out of a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,11 +16,27 @@ from lightning_mgwfbp.exchange.transport import Pending
 
 
 class SumOfRows:
-    """Sums the rows of `received`, (world_size, numel), into `output`, in the order of ranks."""
+    """Sums `rows`, each (numel,), into `output` once they have come.
 
-    def __init__(self, work: Pending, output: Tensor, received: Tensor, scratch: Scratch) -> None:
+    Args:
+        work: brings them.
+        output: (numel,); may be one of the first two.
+        rows: of all ranks, in their order.
+        received: the part of them that is to be given back.
+        scratch: to whom.
+    """
+
+    def __init__(
+        self,
+        work: Pending,
+        output: Tensor,
+        rows: Sequence[Tensor],
+        received: Tensor,
+        scratch: Scratch,
+    ) -> None:
         self._work = work
         self._output = output
+        self._rows = rows
         self._received: Tensor | None = received
         self._scratch = scratch
 
@@ -27,10 +45,11 @@ class SumOfRows:
         received, self._received = self._received, None
         if received is None:  # waited for before
             return
-        if len(received) == 1:
-            self._output.copy_(received[0])
+        rows, self._rows = self._rows, ()
+        if len(rows) == 1:
+            self._output.copy_(rows[0])
         else:
-            torch.add(received[0], received[1], out=self._output)
-        for row in received[2:]:
+            torch.add(rows[0], rows[1], out=self._output)
+        for row in rows[2:]:
             self._output.add_(row)
         self._scratch.give_back(received)
