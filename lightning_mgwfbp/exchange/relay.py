@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from queue import Empty, SimpleQueue
+from weakref import WeakSet
 
 import torch
 
@@ -49,8 +50,7 @@ class Relay:
             target=self._run, name="lightning_mgwfbp all-gathers", daemon=True
         )
         self._thread.start()
-        # an interpreter that ends while the thread comes back from a collective aborts
-        atexit.register(self._end, _LEAVE_SECONDS)
+        _running.add(self)
 
     def put(self, pending: Pending) -> None:
         """Tell of the next reduce-scatter, which has been launched."""
@@ -62,7 +62,7 @@ class Relay:
         It first goes as far in the order as what was put allows. Were all-gathers left out, other
         ranks would wait for them, and this one, perhaps, for those ranks' reduce-scatters.
         """
-        atexit.unregister(self._end)
+        _running.discard(self)
         self._end()
         with suppress(Empty):
             while True:
@@ -111,3 +111,13 @@ class Relay:
             return False
         pending.wait()
         return True
+
+
+_running: WeakSet[Relay] = WeakSet()
+
+
+@atexit.register  # once: of one that is unregistered Python keeps the place
+def _end_all() -> None:
+    """An interpreter that ends while a thread comes back from a collective aborts."""
+    for relay in list(_running):
+        relay._end(_LEAVE_SECONDS)
