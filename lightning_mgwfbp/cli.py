@@ -69,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     arguments = parser.parse_args(words)
     try:
         arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
     except (OSError, ValueError) as error:
         arguments.parser.error(str(error))
     return None

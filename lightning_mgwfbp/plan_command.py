@@ -46,7 +46,7 @@ from lightning_mgwfbp.plan import (
     simulate,
     simulate_cross_iteration,
 )
-from lightning_mgwfbp.plan.records import require_density, require_number
+from lightning_mgwfbp.plan.records import counted, require_count, require_density, require_number
 
 _DENSE = ("alpha", "beta")
 _SPARSE = ("density", "select", "world_size", "gather_alpha", "gather_beta")
@@ -171,8 +171,7 @@ def _cost(arguments: argparse.Namespace) -> Cost:
     require_density("--density", arguments.density)
     for name in ("select", "gather_alpha", "gather_beta"):
         require_number(_options([name]), getattr(arguments, name))
-    if arguments.world_size < 2:
-        raise ValueError(f"--world-size must be at least 2, got {arguments.world_size}")
+    require_count("--world-size", arguments.world_size, least=2)
     return SparseCost(
         all_gather_link(arguments.gather_alpha, arguments.gather_beta, arguments.world_size),
         SortSelection(arguments.select),
@@ -208,7 +207,8 @@ def _planners(name: str, threshold_nbytes: int | None) -> list[Planner]:
 def _print_table(profile: ModelProfile, predictions: Sequence[Prediction]) -> None:
     console = Console(markup=False, highlight=False)
     console.print(
-        f"{profile.model}: {len(profile.layers)} gradients, {profile.nbytes.sum():,} bytes, "
+        f"{profile.model}: {counted(len(profile.layers), 'gradient')}, "
+        f"{counted(profile.nbytes.sum(), 'byte')}, "
         f"backward takes {profile.backward_seconds:.6g} seconds, "
         f"forward {profile.forward_seconds:.6g}; all in seconds:",
         soft_wrap=True,

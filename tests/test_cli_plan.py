@@ -1,6 +1,8 @@
 """A failure here is in `lightning-mgwfbp plan`: its arguments, its output, or its errors."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,24 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "single: [0, 161)" in printed
 
 
+def test_one_gradient_is_no_plural(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1 gradients."""
+    layer = LayerProfile("p", 1, "int8", 0.5)
+    ModelProfile("tiny", (layer,), 0.0).save(tmp_path / "tiny.json")
+    run(str(tmp_path / "tiny.json"), *LINK)
+    assert capsys.readouterr().out.startswith("tiny: 1 gradient, 1 byte, backward")
+
+
+def test_a_reader_that_has_enough() -> None:
+    """A pipe that `head` closes ends in a traceback."""
+    command = [sys.executable, "-m", "lightning_mgwfbp", "plan", str(PROFILE), *LINK, "--json"]
+    plan = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert plan.stdout is not None
+    plan.stdout.close()
+    _, said = plan.communicate(timeout=60)
+    assert (plan.returncode, said) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -140,7 +160,17 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
         ((PROFILE, *SPARSE, "--density", "0"), "--density must be in (0, 1]"),
         ((PROFILE, *SPARSE, "--density", "nan"), "--density must be in (0, 1]"),
         ((PROFILE, *SPARSE, "--select=-1"), "--select must be"),
-        ((PROFILE, *SPARSE, "--world-size", "1"), "--world-size must be at least 2"),
+        (
+            (PROFILE, *SPARSE, "--select", "1e300"),
+            "--select must be at most 1e+15 seconds, got 1e+",
+        ),
+        ((PROFILE, "--alpha", "1e300", "--beta", "0"), "alpha must be at most 1e+15 seconds"),
+        ((PROFILE, "--alpha", "0", "--beta", "1e300"), "beta must be at most 1e+15 seconds per"),
+        (
+            (PROFILE, *SPARSE, "--world-size", "1"),
+            "--world-size must be a whole number, at least 2",
+        ),
+        ((PROFILE, *SPARSE, "--world-size", "9" * 400), "--world-size must be at most"),
         ((PROFILE, *SPARSE, "--gather-alpha", "inf"), "--gather-alpha must be"),
         ((PROFILE, *SPARSE, "--gather-beta=-1e-9"), "--gather-beta must be"),
         ((PROFILE, "--schedule", "cross_iteration"), "required with --schedule cross_iteration"),

@@ -18,6 +18,7 @@ from lightning_mgwfbp.plan.records import (
     require_list,
     require_same_parameters,
     require_text,
+    shown,
 )
 
 _OPTIONAL = ("densities", "pieces", "gather_order")  # left out of files where empty
@@ -133,7 +134,7 @@ class MergePlan(Saved):
 def _pair(index: int, pair: object) -> tuple[int, int]:
     name = f"groups[{index}]"
     if not isinstance(pair, list) or len(pair) != 2:
-        raise ValueError(f"{name} must be a [start, stop] pair, got {pair!r:.60}")
+        raise ValueError(f"{name} must be a [start, stop] pair, got {shown(pair)}")
     for bound in pair:
         require_count(name, bound)
     return pair[0], pair[1]

@@ -4,7 +4,8 @@ Index 0 is always the first gradient that backward produces; gradient i is ready
 `r_i = b_0 + ... + b_i` seconds after backward began, `b_i` being its `backward_seconds`.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_mgwfbp.plan.records import (
     require_number,
     require_same_parameters,
     require_text,
+    shown,
 )
 
 __all__ = ["FORMAT", "ITEMSIZE", "LayerProfile", "ModelProfile", "Span"]
@@ -76,6 +78,9 @@ class LayerProfile:
             require_list("shape", self.shape)
             for extent in self.shape:
                 require_count("shape", extent)
+            if math.prod(self.shape) != self.numel:
+                got = shown(list(self.shape))
+                raise ValueError(f"shape must be of numel, {self.numel} elements, got {got}")
             object.__setattr__(self, "shape", tuple(self.shape))
         if self.forward_seconds is not None:
             require_number("forward_seconds", self.forward_seconds)
@@ -107,6 +112,7 @@ class ModelProfile(Saved):
         require_text("note", self.note)
         require_number("forward_seconds", self.forward_seconds)
         require_distinct("layers", self.names)
+        require_count("numel of all layers", sum(layer.numel for layer in self.layers))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -131,6 +137,19 @@ class ModelProfile(Saved):
     def check_names(self, names: Sequence[str]) -> None:
         """ValueError naming the first parameter that only one of the profile and `names` has."""
         require_same_parameters("profile", self.names, names)
+
+    def check_numels(self, numels: Mapping[str, int]) -> None:
+        """ValueError naming the first parameter that has another size than `numels` says.
+
+        One whose gradients are sparse has none in a profile that was measured.
+        """
+        for layer in self.layers:
+            if layer.numel not in (0, numels[layer.name]):
+                raise ValueError(
+                    f"the profile has {layer.numel} elements of {layer.name!r}, the model"
+                    f" {numels[layer.name]}; it was made for another model: leave it out, or give"
+                    " the profile of this model"
+                )
 
     def scaled(self, seconds_factor: float) -> "ModelProfile":
         """The same model on a machine that takes `seconds_factor` times as long."""

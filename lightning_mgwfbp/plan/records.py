@@ -7,6 +7,7 @@ only adds to the error which file and which entry was at fault.
 import json
 import math
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 FORMAT = 1
+# No clock and no network comes near, and sums and products of such numbers are finite.
+MOST = 1e15
+MOST_COUNT = 2**53  # of what a float can tell apart
+_SURROGATE = re.compile("[\ud800-\udfff]")  # in JSON, but in no text that can be printed
 SavedRecord = TypeVar("SavedRecord", bound="Saved")
 
 
@@ -71,14 +76,14 @@ def parse(text: str, required: Sequence[str], optional: Sequence[str] = ()) -> d
     fields = pick(value, ("format", *required), optional)
     number = fields.pop("format")
     if isinstance(number, bool) or number != FORMAT:
-        raise ValueError(f"'format' must be {FORMAT}, got {number!r}")
+        raise ValueError(f"'format' must be {FORMAT}, got {shown(number)}")
     return fields
 
 
 def pick(value: Any, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
-    """The named keys of a JSON object, without those optional ones that it lacks."""
+    """The named keys of a mapping, without those optional ones that it lacks."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"must be a JSON object, got {value!r:.60}")
+        raise ValueError(f"must be a mapping of names to values, got {shown(value)}")
     for key in required:
         if key not in value:
             raise ValueError(f"lacks the key {key!r}")
@@ -86,29 +91,47 @@ def pick(value: Any, required: Sequence[str], optional: Sequence[str] = ()) -> d
 
 
 def require_text(name: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be a string, got {value!r:.60}")
+    if not isinstance(value, str) or _SURROGATE.search(value):
+        raise ValueError(f"{name} must be a string, got {shown(value)}")
 
 
 def require_list(name: str, value: object) -> None:
     if not isinstance(value, list | tuple):
-        raise ValueError(f"{name} must be a list, got {value!r:.60}")
+        raise ValueError(f"{name} must be a list, got {shown(value)}")
 
 
 def require_count(name: str, value: object, least: int = 0) -> None:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r:.60}")
+        raise ValueError(f"{name} must be a whole number, at least {least}, got {shown(value)}")
+    if int(value) > MOST_COUNT:
+        raise ValueError(f"{name} must be at most {MOST_COUNT:,}, got {shown(value)}")
 
 
 def require_number(name: str, value: object, unit: str = "seconds") -> None:
     if not is_number(value):
-        raise ValueError(f"{name} must be a finite number of {unit}, at least 0, got {value!r:.60}")
+        got = shown(value)
+        raise ValueError(f"{name} must be a finite number of {unit}, at least 0, got {got}")
+    if value > MOST:  # type: ignore[operator]
+        raise ValueError(f"{name} must be at most {MOST:g} {unit}, got {shown(value)}")
 
 
 def require_density(name: str, value: object) -> None:
     """A density is the fraction of elements that travels."""
     if not is_number(value) or not 0 < float(value) <= 1:  # type: ignore[arg-type]
-        raise ValueError(f"{name} must be in (0, 1], got {value!r:.60}")
+        raise ValueError(f"{name} must be in (0, 1], got {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """`value` for an error: the beginning of it, however large or nested it is."""
+    try:
+        return f"{value!r:.60}"
+    except (ValueError, RecursionError):  # a whole number of more digits than Python prints
+        return f"a {type(value).__name__} too large to print"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 group, 2 groups."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def is_number(value: object) -> bool:
