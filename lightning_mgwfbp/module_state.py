@@ -14,10 +14,23 @@ def exchanged_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module.named_parameters() if name not in ignored]
 
 
-def exchanged_buffers(module: nn.Module) -> list[Tensor]:
+def tied_parameters(module: nn.Module) -> dict[str, str]:
+    """Further names of parameters that `exchanged_parameters` has under the name given here."""
+    names = {id(p): name for name, p in exchanged_parameters(module)}
+    every = module.named_parameters(remove_duplicate=False)
+    known = ((name, names.get(id(p), name)) for name, p in every)
+    return {name: first for name, first in known if name != first}
+
+
+def named_exchanged_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     """All buffers but those that the module asks DDP to ignore."""
     ignored = _ignored(module)
-    return [b for name, b in module.named_buffers() if name not in ignored]
+    return [(name, b) for name, b in module.named_buffers() if name not in ignored]
+
+
+def exchanged_buffers(module: nn.Module) -> list[Tensor]:
+    """The same without their names."""
+    return [b for _, b in named_exchanged_buffers(module)]
 
 
 def _ignored(module: nn.Module) -> set[str]:
@@ -29,7 +42,8 @@ class BufferRefresher:
     """Gives all ranks rank 0's buffers before a forward that follows an exchanged one, as DDP does.
 
     Between the micro-batches of an accumulation window each rank's buffers go their own way, and
-    validation begins with the same ones everywhere.
+    validation begins with the same ones everywhere. Where rank 0 has no forward, all are given
+    another's right after it: rank 0's are those that checkpoints have.
     """
 
     def __init__(self, module: nn.Module, transport: Transport) -> None:
@@ -44,5 +58,18 @@ class BufferRefresher:
             goes_stale: whether gradients of the coming forward will be exchanged.
         """
         if self._stale:
-            broadcast_tensors(exchanged_buffers(self._module), 0, self._transport)
+            self._broadcast(0)
         self._stale = goes_stale
+
+    def after_forward(self, root: int) -> None:
+        """Refresh where rank 0 cannot be waited for; collective then.
+
+        Args:
+            root: the lowest rank that had a forward.
+        """
+        if self._stale and root != 0:
+            self._broadcast(root)
+            self._stale = False
+
+    def _broadcast(self, root: int) -> None:
+        broadcast_tensors(exchanged_buffers(self._module), root, self._transport)

@@ -1,32 +1,55 @@
-"""Ranks cannot disagree: what each believes is compared before any gradient is exchanged."""
+"""Ranks cannot disagree: what each believes is compared before any gradient is exchanged.
+
+A belief is a list of facts, pairs of a name and a text; `facts_of` makes them of any value.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from importlib.metadata import version
+from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_mgwfbp.engine.errors import exchange_errors
+from lightning_mgwfbp.engine.fingerprint import fingerprint
+from lightning_mgwfbp.exchange.compressors import Compressor
 from lightning_mgwfbp.exchange.transport import Transport
+from lightning_mgwfbp.plan import Planner
+
+Facts = Mapping[str, str]
+
+# One release computes as another build of it does, to which a local version ("+cpu") belongs.
+_PACKAGES = ("lightning-mgwfbp", "torch", "lightning")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_MOST_SHOWN = 200
 
 
-def require_agreement(transport: Transport, facts: Mapping[str, str]) -> None:
+def require_agreement(transport: Transport, facts: Facts) -> None:
     """Compare `facts` over all ranks; a hash travels, the facts themselves only on a difference.
 
     Raises:
-        RuntimeError: on every rank alike, naming the first fact that differs, and how.
+        RuntimeError: on every rank alike, naming the first fact that differs, and how; or a rank
+            has ended meanwhile.
     """
     listed = list(facts.items())
-    digest = hashlib.sha256(repr(listed).encode()).digest()
-    if len(set(transport.all_gather_object(digest, key="agreement"))) == 1:
-        return
-    everyone = transport.all_gather_object(listed, key="agreement_facts")
+    digest = hashlib.sha256(repr(listed).encode(errors="backslashreplace")).digest()
+    with exchange_errors(transport.rank, "what all ranks must have in common"):
+        if len(set(transport.all_gather_object(digest, key="agreement"))) == 1:
+            return
+        everyone = transport.all_gather_object(listed, key="agreement_facts")
     for rank, theirs in enumerate(everyone[1:], start=1):
         difference = _first_difference(everyone[0], theirs)
         if difference is not None:
             name, ours, other = difference
             raise RuntimeError(
-                f"The ranks disagree: {name} is {ours} on rank 0 and {other} on rank {rank}."
+                f"The ranks disagree: {name} is {ours:.{_MOST_SHOWN}} on rank 0 and"
+                f" {other:.{_MOST_SHOWN}} on rank {rank}."
                 " All ranks must build the same model and be given the same options."
             )
     raise AssertionError("hashes differed, facts did not")
@@ -44,12 +67,97 @@ def _first_difference(
     return extra[0] if extra else None
 
 
+def require_success(transport: Transport, error: Exception | None) -> None:
+    """Have an error of one rank end all of them; collective, None from those that have none.
+
+    Raises:
+        ValueError: on every rank alike, with the first rank's text.
+    """
+    text = None if error is None else str(error)
+    with exchange_errors(transport.rank, "whether all ranks could go on"):
+        everyone = transport.all_gather_object(text, key="success")
+    said = [(rank, text) for rank, text in enumerate(everyone) if text is not None]
+    if said:
+        rank, text = said[0]
+        where = "" if len(said) == transport.world_size else f"On rank {rank}: "
+        raise ValueError(f"{where}{text}") from error
+
+
+def facts_of(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """Take `value` apart into facts that are the same on all ranks where their values are.
+
+    Records, planners and compressors are compared field by field, containers part by part, tensors
+    by all of their bits; of any other object what it says of itself, but for its address.
+    """
+    kind = type(value).__qualname__
+    if isinstance(value, Tensor):
+        bits = int(fingerprint(value)) % 2**64
+        yield name, f"{kind} of {tuple(value.shape)}, {value.dtype}, bits {bits:016x}"
+        return
+    parts = _fields(value)
+    if parts is not None:
+        yield name, kind
+    elif (parts := _items(value)) is not None:
+        yield name, f"{kind} of length {len(parts)}"
+    else:
+        yield name, _ADDRESS.sub("", repr(value))
+        return
+    for part, content in parts.items():
+        yield from facts_of(f"{name}{part}", content)
+
+
+def _fields(value: Any) -> dict[str, object] | None:
+    if is_dataclass(value) and not isinstance(value, type) and _repr_is_made(value):
+        return {f".{field.name}": getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Planner | Compressor):  # a user's own, which is no dataclass
+        return {f".{key}": part for key, part in vars(value).items()}
+    return None
+
+
+def _repr_is_made(record: Any) -> bool:
+    # one that says by itself what it is, with `repr=False`, holds what may differ
+    return bool(record.__dataclass_params__.repr)
+
+
+def _items(value: object) -> dict[str, object] | None:
+    if isinstance(value, Mapping):
+        return {f"[{key!r}]": part for key, part in value.items()}
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return {f"[{index}]": part for index, part in enumerate(value)}
+    return None
+
+
+def version_facts() -> dict[str, str]:
+    """Describe what computes gradients and exchanges them. Planning is done on rank 0 alone."""
+    return {f"the version of {name}": version(name).partition("+")[0] for name in _PACKAGES}
+
+
 def parameter_facts(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> dict[str, str]:
-    """Describe parameters for `require_agreement`: order, shape, strides, dtype, whether frozen."""
+    """Describe parameters: order, shape, strides, dtype, kind of device, whether frozen."""
     facts = {"the number of parameters": str(len(named_parameters))}
     for index, (name, p) in enumerate(named_parameters):
         facts[f"parameter {name!r}"] = (
             f"number {index}, shape {tuple(p.shape)}, strides {p.stride()}, {p.dtype},"
-            f" requires_grad={p.requires_grad}"
+            f" on {p.device.type}, requires_grad={p.requires_grad}"
         )
+    return facts
+
+
+def optimizer_facts(
+    optimizers: Sequence[Optimizer], named_parameters: Sequence[tuple[str, nn.Parameter]]
+) -> dict[str, str]:
+    """Describe optimizers: their classes, what each steps, and with which options."""
+    names = {id(p): name for name, p in named_parameters}
+    facts = {"the number of optimizers": str(len(optimizers))}
+    for number, optimizer in enumerate(optimizers):
+        which = f"optimizer {number}"
+        facts[which] = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        for group, options in enumerate(optimizer.param_groups):
+            stepped = [names.get(id(p), "not exchanged") for p in options["params"]]
+            others = {key: value for key, value in options.items() if key != "params"}
+            facts.update(facts_of(f"{which}'s param_groups[{group}]", others))
+            facts.update(facts_of(f"{which}'s param_groups[{group}]['params']", stepped))
+        facts[f"the number of {which}'s param_groups"] = str(len(optimizer.param_groups))
     return facts

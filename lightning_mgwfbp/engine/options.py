@@ -7,6 +7,7 @@ from typing import Literal, TypeGuard, TypeVar, get_args
 
 from torch.optim import SGD, Optimizer
 
+from lightning_mgwfbp.engine.agreement import facts_of
 from lightning_mgwfbp.exchange.compressors import Compressor
 from lightning_mgwfbp.exchange.methods import ExchangeMethod, resolve_compressor
 from lightning_mgwfbp.exchange.transport import Transport
@@ -24,6 +25,7 @@ class Settings:
     compressor: ExchangeMethod | None
     warmup_steps: int
     replan_every_n_steps: int | None
+    detect_divergence_every_n_steps: int | None
     profile: ModelProfile | None
     link: AlphaBeta | None
     static_graph: bool
@@ -39,6 +41,7 @@ class Options:
         compressor: a name, a Compressor, PowerSGD, DDPCommHook or None.
         warmup_steps: optimizer steps to profile.
         replan_every_n_steps: profile and plan anew after so many steps, or None.
+        detect_divergence_every_n_steps: compare the ranks' weights after so many steps, or None.
         profile, link: a record that was measured before, or its path.
         static_graph: see `Reducer`.
         schedule: what communication hides behind: "backward" alone, or "cross_iteration": the next
@@ -52,6 +55,7 @@ class Options:
     compressor: str | ExchangeMethod | None = None
     warmup_steps: int = 5
     replan_every_n_steps: int | None = None
+    detect_divergence_every_n_steps: int | None = None
     profile: ModelProfile | str | None = None
     link: AlphaBeta | str | None = None
     static_graph: bool = False
@@ -74,6 +78,9 @@ class Options:
         is_saved = isinstance(self.planner, MergePlan) or _is_path(self.planner)
         if not is_saved:
             resolve_planner(self.planner)  # type: ignore[arg-type]
+        if self.detect_divergence_every_n_steps is not None:
+            every_n_steps = self.detect_divergence_every_n_steps
+            _require_positive("detect_divergence_every_n_steps", every_n_steps)
         if self.replan_every_n_steps is not None:
             _require_positive("replan_every_n_steps", self.replan_every_n_steps)
             if is_saved or self.profile is not None:
@@ -84,7 +91,8 @@ class Options:
 
     def facts(self) -> dict[str, str]:
         """The options as the ranks compare them."""
-        return {f.name: repr(getattr(self, f.name)) for f in fields(self)}
+        options = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: text for each in options for name, text in facts_of(*each)}
 
     def settle(self, transport: Transport) -> Settings:
         """Resolve names and read files; the schedule is one by now. Collective.
@@ -103,6 +111,7 @@ class Options:
             compressor=resolve_compressor(self.compressor),
             warmup_steps=self.warmup_steps,
             replan_every_n_steps=self.replan_every_n_steps,
+            detect_divergence_every_n_steps=self.detect_divergence_every_n_steps,
             profile=_read(self.profile, ModelProfile, "profile", transport),
             link=_read(self.link, AlphaBeta, "link", transport),
             static_graph=self.static_graph,

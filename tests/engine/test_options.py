@@ -27,6 +27,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"warmup_steps": None}, r"`warmup_steps=.*got None"),
     ({"replan_every_n_steps": 0}, r"`replan_every_n_steps=.*got 0"),
     ({"replan_every_n_steps": "10"}, r"`replan_every_n_steps=.*got '10'"),
+    ({"detect_divergence_every_n_steps": 0}, r"`detect_divergence_every_n_steps=.*got 0"),
+    ({"detect_divergence_every_n_steps": 1.5}, r"`detect_divergence_every_n_steps=.*got 1.5"),
     ({"profile": 3}, r"`profile=.*ModelProfile or the path.*got 3"),
     ({"profile": LINK}, r"`profile=.*ModelProfile.*AlphaBeta"),
     ({"link": (1e-3, 1e-9)}, r"`link=.*AlphaBeta or the path"),
@@ -48,7 +50,9 @@ def test_names_are_resolved() -> None:
     settings = Options(compressor="bf16", warmup_steps=2, link=LINK, static_graph=True).settle(
         LoopbackTransport.solo()
     )
-    assert settings == Settings(Optimal(), Cast("bfloat16"), 2, None, None, LINK, True, "backward")
+    assert settings == Settings(
+        Optimal(), Cast("bfloat16"), 2, None, None, None, LINK, True, "backward"
+    )
     assert Options("wfbp").settle(LoopbackTransport.solo()).planner == WFBP()
     assert Options(PLAN).settle(LoopbackTransport.solo()).planner is PLAN
 

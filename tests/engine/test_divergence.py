@@ -1,0 +1,265 @@
+"""A failure here is a rank whose weights differ unnoticed, or an alarm where none do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_examples import Layers, backward, data_of
+from horovod_ranks import on_horovod_ranks
+from loopback import on_ranks
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+from lightning_mgwfbp import AlphaBeta, MergedOptimizer, PowerSGD, Quantize8, RandomK, TopK
+from lightning_mgwfbp.engine.divergence import DivergenceWatch, _ranks
+from lightning_mgwfbp.exchange.torch_transport import TorchTransport
+from lightning_mgwfbp.exchange.transport import LoopbackTransport, Transport
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+Spoil = Callable[[list[Tensor]], None]
+
+
+def weights() -> list[tuple[str, nn.Parameter]]:
+    """Of every dtype and layout, one of them frozen."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(3, 4, generator=generator).to(dtype) for dtype in DTYPES]
+    drawn += [torch.tensor(2.0), torch.empty(0), torch.randn(2, 3, generator=generator).mT]
+    image = torch.randn(2, 3, 4, 4, generator=generator)
+    drawn += [image.to(memory_format=torch.channels_last), torch.tensor([float("nan"), -0.0])]
+    named = [(f"w{i}", nn.Parameter(each)) for i, each in enumerate(drawn)]
+    named[2][1].requires_grad_(False)
+    return named
+
+
+def said(transport: Transport, rank: int, spoil: Spoil, world_size: int = 2) -> str:
+    """What is said where `rank` has spoiled its weights; empty: nothing."""
+    named = weights()
+    if transport.rank == rank:
+        spoil([p.data for _, p in named])
+    try:
+        DivergenceWatch(named, transport, 1).compare()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def one_ulp(values: list[Tensor]) -> None:
+    values[1][2, 3] = torch.nextafter(values[1][2, 3], torch.tensor(9.0, dtype=torch.float64))
+
+
+def two_elements(values: list[Tensor]) -> None:
+    values[0].view(-1)[[0, 5]] = values[0].view(-1)[[5, 0]]
+
+
+def two_rows(values: list[Tensor]) -> None:
+    values[3][[0, 2]] = values[3][[2, 0]]
+
+
+def sign_of_zero(values: list[Tensor]) -> None:
+    values[9][1] = 0.0
+
+
+def frozen_one(values: list[Tensor]) -> None:
+    values[2] *= 2
+
+
+def imaginary_part(values: list[Tensor]) -> None:
+    torch.view_as_real(values[4])[0, 0, 1] += 1
+
+
+def scalar(values: list[Tensor]) -> None:
+    values[5] += 1
+
+
+def last_channel(values: list[Tensor]) -> None:
+    values[8][1, 2, 3, 3] += 1
+
+
+SPOILED: dict[str, tuple[Spoil, str]] = {
+    "one ulp": (one_ulp, "'w1'"),
+    "two elements": (two_elements, "'w0'"),
+    "two rows": (two_rows, "'w3'"),
+    "sign of zero": (sign_of_zero, "'w9'"),
+    "frozen": (frozen_one, "'w2'"),
+    "complex": (imaginary_part, "'w4'"),
+    "scalar": (scalar, "'w5'"),
+    "channels_last": (last_channel, "'w8'"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "name"), SPOILED.values(), ids=SPOILED)
+def test_a_spoiled_weight_is_named_on_every_rank(spoil: Spoil, name: str) -> None:
+    """A difference of bits goes unseen, the wrong rank or weight is named, or not on all ranks."""
+    for rank in range(3):
+        texts = on_ranks(said, rank, spoil, world_size=3)
+        assert len(set(texts)) == 1
+        (text,) = set(texts)
+        others = " ".join(f"{r}," for r in range(3) if r != rank)[:-1].replace("0, 1", "0-1")
+        others = f"ranks {others.replace('1, 2', '1-2')}"
+        first, second = (f"rank {rank}", others) if rank == 0 else (others, f"rank {rank}")
+        assert f"{name} is one thing on {first}, another on {second}; 1 of 10 param" in text
+
+
+def test_no_false_alarm() -> None:
+    """Equal bits of some dtype or layout count as different: NaN, -0.0, nothing at all."""
+    assert on_ranks(said, -1, one_ulp, world_size=3) == [""] * 3
+
+
+def test_every_rank_on_its_own() -> None:
+    """Many different values fill the screen, or a rank's own text differs from the others'."""
+
+    def differ(transport: LoopbackTransport) -> str:
+        named = [("w", nn.Parameter(torch.tensor(float(transport.rank))))]
+        with pytest.raises(RuntimeError, match="differ after 0 steps") as error:
+            DivergenceWatch(named, transport, 1).compare()
+        return str(error.value)
+
+    texts = on_ranks(differ, world_size=6)
+    assert len(set(texts)) == 1
+    assert "'w' is one thing on rank 0, another on rank 1, another on rank 2, " in texts[0]
+    assert "another on rank 3, 2 more elsewhere; 1 of 1 parameters" in texts[0]
+    assert _ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+
+
+def test_when_it_is_due() -> None:
+    """Batches without an exchange count, or the n-th with one does not."""
+    watch = DivergenceWatch(weights(), LoopbackTransport.solo(), 2)
+    exchanges = [0, 1, 1, 2, 2, 3, 5, 6]
+    assert [watch.is_due(e) for e in exchanges] == [0, 0, 0, 1, 0, 0, 1, 0]
+
+
+def test_little_travels_while_all_is_well() -> None:
+    """Parameters, or a number for each of them, travel at every comparison."""
+
+    def sizes(transport: LoopbackTransport) -> list[Any]:
+        sent: list[Any] = []
+        gather = transport.all_gather_object
+
+        def recording(value: Any, *, key: str) -> Any:
+            sent.append(value)
+            return gather(value, key=key)
+
+        transport.all_gather_object = recording  # type: ignore[method-assign]
+        DivergenceWatch(weights(), transport, 1).compare()
+        return sent
+
+    for sent in on_ranks(sizes):
+        (number,) = sent
+        assert isinstance(number, int)
+        assert -(2**63) <= number < 2**63
+
+
+def merged_of(model: nn.Module, transport: Transport, **options: Any) -> MergedOptimizer:
+    return MergedOptimizer(
+        options.pop("optimizer", SGD)(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        transport=transport,
+        link=AlphaBeta(1e-6, 1e-3),
+        planner="wfbp",
+        warmup_steps=2,
+        **{"detect_divergence_every_n_steps": 3, **options},
+    )
+
+
+def train(transport: Transport, skipped: int, options: dict[str, Any]) -> str:
+    """Six steps, of which rank 1 takes the one numbered `skipped` without its optimizer."""
+    model = Layers()
+    model.layers[1].bias.requires_grad_(False)
+    merged = merged_of(model, transport, **dict(options))
+    try:
+        for step in range(6):
+            merged.zero_grad()
+            # rank 1 never uses the last layer: other gradients, the same weights
+            backward(model, data_of(transport.rank, step), (0, 1, 2)[: 3 - transport.rank])
+            if step == skipped and transport.rank == 1:
+                kept = [p.detach().clone() for p in model.parameters()]
+            merged.step()
+            if step == skipped and transport.rank == 1:
+                for p, before in zip(model.parameters(), kept, strict=True):
+                    p.data.copy_(before)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        merged.close()
+    return ""
+
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "adam": {"optimizer": Adam},
+    "bf16": {"compressor": "bf16"},
+    "topk": {"compressor": TopK(0.2, momentum_correction=0.9, dense_below_numel=0)},
+    "randomk": {"compressor": RandomK(0.2, dense_below_numel=0)},
+    "int8": {"compressor": Quantize8(dense_below_numel=0)},
+    "powersgd": {"compressor": PowerSGD(rank=1, dense_below_numel=0)},
+}
+WITH_WORDS = "'layers.0.weight' is one thing on rank 0, another on rank 1; 5 of 6 parameters differ"
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect.*:UserWarning")
+@pytest.mark.parametrize("options", TRAININGS.values(), ids=TRAININGS)
+def test_no_exchange_lets_ranks_diverge(options: dict[str, Any]) -> None:
+    """A false alarm, or a compressor that decodes otherwise on another rank."""
+    assert on_ranks(train, -1, options) == ["", ""]
+
+
+def test_a_skipped_step_shows_at_the_next_comparison() -> None:
+    """Weights are not compared after every third step."""
+    first, second = on_ranks(train, 3, {})
+    assert first == second
+    assert "differ after 6 steps" in first
+    assert WITH_WORDS in first
+
+
+def over_torch(rank: int, skipped: int) -> str:
+    transport = TorchTransport()
+    try:
+        return train(transport, skipped, {})
+    finally:
+        transport.close()
+
+
+def test_over_gloo() -> None:
+    """Real processes disagree on what they compare, or hang when one of them is right."""
+    assert run_ranks(over_torch, -1) == ["", ""]
+    first, second = run_ranks(over_torch, 1)
+    assert first == second
+    assert WITH_WORDS in first
+
+
+@pytest.mark.horovod
+def test_over_horovod() -> None:
+    """The same over the other transport."""
+    first, second = on_horovod_ranks(train, 1, {})
+    assert first == second
+    assert WITH_WORDS in first
+
+
+def test_a_deferred_step_is_completed_first() -> None:
+    """Weights are compared while their update is pending, and a spoiled one passes for it."""
+
+    def train_deferred(transport: LoopbackTransport, spoils: bool) -> str:
+        model = Layers()
+        merged = merged_of(model, transport, schedule="cross_iteration", module=model)
+        try:
+            for step in range(9):
+                merged.zero_grad()
+                backward(model, data_of(transport.rank, step))
+                if spoils and step == 4 and transport.rank == 1:
+                    merged.flush()
+                    model.layers[2].bias.data[0] += 1
+                merged.step()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            merged.close()
+        return ""
+
+    assert on_ranks(train_deferred, False) == ["", ""]
+    first, second = on_ranks(train_deferred, True)
+    assert first == second
+    assert "differ after 6 steps: 'layers.2.bias' is one thing on rank 0" in first

@@ -1,0 +1,100 @@
+"""A failure here is a rank whose weights differ unnoticed in a Trainer's fit, or a false alarm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from ranks import train_ranks
+from training import Toy, ToyData, make_strategy, quiet_trainer, sparse
+
+from lightning_mgwfbp import TopK
+from lightning_mgwfbp.engine.divergence import DivergenceWatch
+
+pytestmark = pytest.mark.slow
+
+
+class Spoil(pl.Callback):
+    """Changes one weight of rank 1 by one ulp, once."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            bias = pl_module.head.bias.data
+            bias[0] = torch.nextafter(bias[0], torch.tensor(9.0))
+
+
+class LeaveOut(pl.Callback):
+    """Has rank 1's third step change nothing."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        is_idle = trainer.global_rank == 1 and trainer.global_step == 2
+        optimizer.param_groups[0]["lr"] = 0.0 if is_idle else 0.1
+
+
+class FrozenInPart(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem.requires_grad_(False)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "spoiled": {"callbacks": [Spoil()]},
+    "deferred": {"callbacks": [Spoil()], "strategy": {"schedule": "cross_iteration"}},
+    "skipped": {"callbacks": [LeaveOut()]},
+    "frozen": {"module": FrozenInPart},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "topk": {"strategy": sparse(TopK(0.1, dense_below_numel=0))},
+    "deferred alone": {"strategy": {"schedule": "cross_iteration", "planner": "wfbp"}},
+}
+
+
+def _fit(rank: int, names: list[str]) -> list[tuple[str, int]]:
+    """What is said, and how often weights were compared."""
+    return [_fit_one(RUNS[name]) for name in names]
+
+
+def _fit_one(run: dict[str, Any]) -> tuple[str, int]:
+    pl.seed_everything(7, verbose=False)
+    options = dict(run)
+    given = {"warmup_steps": 2, **options.pop("strategy", {})}
+    strategy = make_strategy("mgwfbp", detect_divergence_every_n_steps=2, **given)
+    module = options.pop("module", Toy)()
+    compared = 0
+    compare = DivergenceWatch.compare
+
+    def counting(watch: DivergenceWatch) -> None:
+        nonlocal compared
+        compared += 1
+        compare(watch)
+
+    DivergenceWatch.compare = counting  # type: ignore[method-assign]
+    try:
+        quiet_trainer(strategy=strategy, max_steps=6, **options).fit(module, ToyData())
+    except RuntimeError as error:
+        return str(error), compared
+    finally:
+        DivergenceWatch.compare = compare  # type: ignore[method-assign]
+    return "", compared
+
+
+@pytest.mark.filterwarnings("ignore:.*schedule.*has no effect.*:UserWarning")
+def test_a_difference_ends_every_rank() -> None:
+    """A rank's own ulp, or a step that it leaves out, goes unseen or hangs."""
+    first, second = train_ranks(_fit, ["spoiled", "deferred", "skipped"])
+    assert first == second
+    for (said, compared), weight in zip(
+        first, ["head.bias", "head.bias", "stem.weight"], strict=True
+    ):
+        assert said.startswith(
+            f"The ranks' weights differ after 4 steps: '{weight}' is one thing on"
+        )
+        assert "on rank 0, another on rank 1; " in said
+        assert compared == 2
+
+
+def test_no_false_alarm() -> None:
+    """Frozen parameters, windows, compressors or deferred steps count as differences."""
+    runs = ["frozen", "accumulated", "topk", "deferred alone"]
+    assert train_ranks(_fit, runs) == [[("", 3)] * 4] * 2
