@@ -87,14 +87,18 @@ class Lab:
             raise ValueError(
                 f"`Lab.run(commands)` takes one per host ({len(self.hosts)}), got {len(commands)}."
             )
-        environments = [
-            rank_environment(i, len(commands), address=_address(0), port=PORT, interface="veth0")
-            for i in range(len(commands))
-        ]
-        entered = [
-            [*_enter(host), *command] for host, command in zip(self.hosts, commands, strict=True)
-        ]
+        entered = [self.entered(i, command) for i, command in enumerate(commands)]
+        environments = [self.environment(i) for i in range(len(commands))]
         return run_ranks(entered, environments, timeout)
+
+    def entered(self, i: int, command: Sequence[str]) -> list[str]:
+        """The command that runs `command` on host i, in the process it is started as."""
+        return [*_enter(self.hosts[i]), *command]
+
+    def environment(self, i: int) -> dict[str, str]:
+        """What has the process on host i take part as rank i."""
+        world_size = len(self.hosts)
+        return rank_environment(i, world_size, address=_address(0), port=PORT, interface="veth0")
 
     def rate(self, rate: str | None) -> None:
         """Shape all links, in both directions, to `rate`; None leaves them unshaped."""

@@ -46,7 +46,7 @@ def finish(process: subprocess.Popen[str], limit_seconds: float = 90.0) -> Ended
         output, _ = process.communicate()
         raise AssertionError(f"no end within {limit_seconds:.0f} s:\n{output[-3000:]}") from None
     deadline = time.monotonic() + 5.0
-    while (orphans := _session(process.pid)) and time.monotonic() < deadline:
+    while (orphans := members(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for orphan in orphans:
         os.kill(orphan, signal.SIGKILL)
@@ -61,7 +61,7 @@ def python(program: str, *arguments: str) -> list[str]:
     return [sys.executable, str(PROGRAMS / program), *arguments]
 
 
-def _session(leader: int) -> list[int]:
+def members(leader: int) -> list[int]:
     """Living processes of the session that `leader` began."""
     members = []
     for entry in Path("/proc").iterdir():

@@ -45,6 +45,7 @@ class Bucket:
         self._views: list[Tensor] = []
         self._used: Sequence[bool] = ()
         self._complete = False
+        self._again = False
 
     @property
     def buffer(self) -> Tensor:
@@ -87,7 +88,11 @@ class Bucket:
         return [_as_gradient(chunk, p) for chunk, p in pairs]
 
     def pack(
-        self, gradients: Sequence[Tensor | None], used: Sequence[bool], notice: bool = False
+        self,
+        gradients: Sequence[Tensor | None],
+        used: Sequence[bool],
+        notice: bool = False,
+        again: bool = False,
     ) -> None:
         """Write each parameter's gradient, zeros for None, and the tail.
 
@@ -95,12 +100,14 @@ class Bucket:
             gradients: one for each parameter, of its shape and dtype.
             used: this rank's usage flag for each parameter.
             notice: this rank's part of the value behind the usage flags.
+            again: likewise; where all ranks agree on it, it makes no difference.
         """
         self._let_go_of_held_views()
         self._views = self.as_gradients(self.data)
         tail = self.tail
         tail.fill_(1)
-        tail[-1] = notice
+        tail[-1] = -1 - notice if again else notice
+        self._again = again
         self._used = used
         self._complete = all(used)
         if not self._complete:
@@ -132,9 +139,14 @@ class Bucket:
         flags: list[bool] = (self.tail[:-1] > 0).tolist()
         return flags
 
-    def noticed(self) -> bool:
-        """Whether any rank set `notice`. Waits for the device."""
-        return bool(self.tail[-1] > 0)
+    def noticed(self) -> bool | None:
+        """Whether any rank set `notice`; None if others have not set `again` as this one has, which
+        at least one of them sees. Waits for the device."""
+        mean = float(self.tail[-1])
+        if not self._again:
+            return None if mean < 0 else mean > 0
+        # in a narrow dtype the mean of many ranks' -1 is a little off
+        return None if mean > -0.75 else mean < -1 - torch.finfo(self.tail.dtype).eps
 
     def _let_go_of_held_views(self) -> None:
         # the buffer itself and the handle that asks make two

@@ -9,14 +9,17 @@ that of the bucket before is done. On GPUs callbacks run, in order, in the launc
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_mgwfbp.exchange.buckets import Bucket
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchange, Exchanger
@@ -24,7 +27,7 @@ from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import Pending, Transport
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DDPCommHook:
     """Exchange gradients by `hook(state, bucket)`, as `register_comm_hook(state, hook)` would.
 
@@ -120,6 +123,7 @@ class CommHookExchanger(Exchanger):
                 f" `transport='torch'`, got {type(transport).__name__}."
             )
         self._method = method
+        self._timeout = transport._timeout or default_pg_timeout
         self._buckets: list[Bucket] = []
         self._running: torch._C.Future | None = None
 
@@ -138,7 +142,7 @@ class CommHookExchanger(Exchanger):
         if not bucket.body_numel:
             return DenseExchanger(self.transport).start(bucket, key=key)
         if self._running is not None and bucket.buffer.device.type == "cpu":
-            self._running.wait()  # [Note: one at a time]
+            _await(self._running, self._timeout, _name(self._method.hook))  # [Note: one at a time]
         # not in the bucket's own memory, into which a hook may grow its buffer (resize_)
         tail = bucket.tail * (1.0 / self.transport.world_size)
         pending = self.transport.all_reduce(tail, key=f"{key} tail")
@@ -152,7 +156,7 @@ class CommHookExchanger(Exchanger):
                 f" {type(future).__name__}: put the averages in one with `set_result`."
             )
         self._running = future
-        return _HookExchange(bucket, future, tail, pending, name)
+        return _HookExchange(bucket, future, tail, pending, name, self._timeout)
 
     def conclude(self, others: Iterable[Tensor] = ()) -> None:
         self._running = None  # it may hold the bucket's memory
@@ -160,17 +164,24 @@ class CommHookExchanger(Exchanger):
 
 class _HookExchange:
     def __init__(
-        self, bucket: Bucket, future: torch._C.Future, tail: Tensor, pending: Pending, name: str
+        self,
+        bucket: Bucket,
+        future: torch._C.Future,
+        tail: Tensor,
+        pending: Pending,
+        name: str,
+        timeout: timedelta,
     ) -> None:
         self._bucket = bucket
         self._future = future
         self._tail = tail
         self._pending = pending
         self._name = name
+        self._timeout = timeout
 
     def finish(self) -> None:
         self._pending.wait()
-        averages = self._future.wait()
+        averages = _await(self._future, self._timeout, self._name)
         if isinstance(averages, list) and len(averages) == 1:
             averages = averages[0]
         data = self._bucket.data
@@ -184,6 +195,23 @@ class _HookExchange:
         if averages.data_ptr() != data.data_ptr():
             data.copy_(averages.view(-1))
         self._bucket.tail.copy_(self._tail)
+
+
+def _await(future: torch._C.Future, timeout: timedelta, name: str) -> Any:
+    """What `future.wait()` returns, which by itself waits for ever.
+
+    Raises:
+        RuntimeError: the timeout has passed.
+    """
+    if not future.done():
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        if not done.wait(timeout.total_seconds()):
+            raise RuntimeError(
+                f"the future of `DDPCommHook(hook={name})` has not been completed within"
+                f" {timeout.total_seconds():g} s"
+            )
+    return future.wait()
 
 
 def _name(hook: Callable[..., Any]) -> str:

@@ -17,12 +17,14 @@ Facts about Horovod 0.28.1, found by running it:
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import socket
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -37,6 +39,8 @@ from lightning_mgwfbp.exchange.transport import Transport
 # Horovod must not merge again what the plan has separated: it would wait for the last of several
 # groups before it sends the first. Its cycle stays as it is: [Note: cycles].
 _FUSION = {"HOROVOD_FUSION_THRESHOLD": "0"}
+_GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+_ANSWERS_WITHIN = timedelta(seconds=30)  # Horovod's own choice
 _started_here = threading.Event()  # set while Horovod runs as this file has started it
 
 
@@ -87,11 +91,14 @@ def init_launched() -> Any:
     return hvd
 
 
-def start_horovod(control: Transport) -> bool:
+def start_horovod(control: Transport, timeout: timedelta = _ANSWERS_WITHIN) -> bool:
     """Have Horovod run with the ranks of `control`, in all of its processes.
 
     Args:
         control: joins the processes before Horovod does; only used while it starts.
+        timeout: of what is exchanged. Horovod's own threads, which always answer each other at
+            once, take a rank for lost after that or after 30 s, whichever is sooner; without it
+            even the end of a process would wait for a rank that is stopped.
 
     Returns:
         Whether this call started it; False if it ran already, for its user to stop.
@@ -106,7 +113,7 @@ def start_horovod(control: Transport) -> bool:
     if starts and is_launched():
         init_launched()
     elif starts:
-        _meet_and_init(hvd, control)
+        _meet_and_init(hvd, control, min(timeout, _ANSWERS_WITHIN))
     theirs = control.all_gather_object((hvd.rank(), hvd.size()), key="Horovod's ranks")
     ours = [(rank, control.world_size) for rank in range(control.world_size)]
     if theirs != ours:
@@ -147,7 +154,7 @@ def _warn_of_fusion() -> None:
         )
 
 
-def _meet_and_init(hvd: Any, control: Transport) -> None:
+def _meet_and_init(hvd: Any, control: Transport, timeout: timedelta) -> None:
     host = socket.gethostname()
     found = control.all_gather_object((host, address_of(host)), key="Horovod's hosts")
     hosts = [name for name, _ in found]
@@ -167,6 +174,8 @@ def _meet_and_init(hvd: Any, control: Transport) -> None:
             "HOROVOD_CROSS_RANK": place.cross_rank,
             "HOROVOD_CROSS_SIZE": place.cross_size,
         }
+        if _GLOO_TIMEOUT not in os.environ:
+            variables[_GLOO_TIMEOUT] = math.ceil(timeout.total_seconds())
         _init(hvd, {name: str(value) for name, value in variables.items()})
         control.barrier(key="Horovod has started")  # nobody needs the server any more
 

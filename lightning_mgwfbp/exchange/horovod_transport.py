@@ -108,7 +108,7 @@ class HorovodTransport:
             ModuleNotFoundError: Horovod cannot be imported.
             RuntimeError: a host's name leads nowhere, or Horovod runs with other ranks.
         """
-        starts = start_horovod(control)
+        starts = start_horovod(control, timeout)
         transport = cls(timeout)
         transport._stops_horovod = starts
         return transport

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -304,6 +305,35 @@ def test_errors_surface(hook: Any, message: str) -> None:
     """A hook's mistake is lost in a callback, or does not say whose it is."""
     for error in run_ranks(error_of, hook):
         assert re.match(message, error, re.DOTALL)
+
+
+def gives_an_empty_future(*_: Any) -> Any:
+    return Future()
+
+
+def errors_of_waiting(_: int) -> list[str]:
+    transport = TorchTransport(timeout=timedelta(seconds=0.2))
+    exchanger = CommHookExchanger(transport, DDPCommHook(gives_an_empty_future))
+    buckets = [Bucket([torch.empty(3)], ["weight"], 1) for _ in range(2)]
+    exchanger.adopt(buckets)
+    for bucket in buckets:
+        bucket.pack([torch.ones(3)], [True])
+    exchange = exchanger.start(buckets[0], key="bucket 0")
+    calls = [exchange.finish, lambda: exchanger.start(buckets[1], key="bucket 1")]
+    errors = []
+    for call in calls:
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        errors.append(str(caught.value))
+    transport.close()
+    return errors
+
+
+def test_a_future_that_is_never_completed() -> None:
+    """It is waited for without end: by the exchange itself, or by the next one."""
+    for errors in run_ranks(errors_of_waiting):
+        for error in errors:
+            assert re.match(r"the future of .*empty_future\)` has not been .* within 0.2 s", error)
 
 
 @pytest.mark.parametrize("hook", [dist.BuiltinCommHookType.ALLREDUCE, None, "allreduce"])

@@ -1,11 +1,13 @@
 """Started by tests as a user's script: fit a small model and print each rank's weights.
 
-python fit.py '{"strategy": {...}, "trainer": {...}, "save_dir": "...", "raises": 1}'
+python fit.py '{"strategy": {...}, "trainer": {...}, "save_dir": "...", "raises": 1, "timeout": 6,
+"ckpt_path": "last"}'
 """
 
 import json
 import os
 import sys
+from datetime import timedelta
 
 import lightning.pytorch as pl
 import torch
@@ -47,6 +49,9 @@ def fit(model: pl.LightningModule, options: dict) -> pl.Trainer:
     callbacks = [WarmupCallback(options.get("save_dir"))]
     if "raises" in options:
         callbacks.append(Raise(options["raises"]))
+    strategy = options.get("strategy", {})
+    if "timeout" in options:
+        strategy = {**strategy, "timeout": timedelta(seconds=options["timeout"])}
     trainer = pl.Trainer(
         **{
             "accelerator": "cpu",
@@ -57,11 +62,11 @@ def fit(model: pl.LightningModule, options: dict) -> pl.Trainer:
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "callbacks": callbacks,
-            "strategy": MGWFBPStrategy(**options.get("strategy", {})),
+            "strategy": MGWFBPStrategy(**strategy),
             **options.get("trainer", {}),
         }
     )
-    trainer.fit(model, loader())
+    trainer.fit(model, loader(), ckpt_path=options.get("ckpt_path"))
     return trainer
 
 

@@ -1,0 +1,43 @@
+"""A failure here means: one rank's gradients of one step meet another's of the next, unseen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loopback import on_ranks
+from torch import nn
+
+from lightning_mgwfbp import MergedOptimizer
+from lightning_mgwfbp.exchange.transport import LoopbackTransport
+
+
+def train(transport: LoopbackTransport, strays: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Steps of which each has an exchange, and the fourth another one on ranks in `strays`."""
+    model = nn.Linear(3, 1, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    merged = MergedOptimizer(optimizer, model.named_parameters(), transport=transport)
+    data = torch.ones(2, 3, dtype=dtype)
+    for step in range(8):
+        merged.zero_grad()
+        model(data).mean().backward()
+        merged.synchronize()
+        if step == 3 and transport.rank in strays:
+            model(data).mean().backward()
+        merged.step()
+    return merged.reducer.exchanges
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("stray", [0, 1])
+def test_a_backward_that_only_one_rank_has_called(stray: int, world_size: int) -> None:
+    """Its exchange met the others' next one, and all trained on."""
+    with pytest.raises(RuntimeError, match="The ranks are out of step"):
+        on_ranks(train, (stray,), torch.float32, world_size=world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_that_all_have_called(dtype: torch.dtype, world_size: int) -> None:
+    """A step with two exchanges is taken for ranks out of step."""
+    everyone = tuple(range(world_size))
+    assert on_ranks(train, everyone, dtype, world_size=world_size) == [9] * world_size
