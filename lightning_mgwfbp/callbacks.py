@@ -19,7 +19,9 @@ from lightning_mgwfbp.plan_table import print_plan
 if TYPE_CHECKING:
     from lightning_mgwfbp.engine.session import Session
     from lightning_mgwfbp.engine.warmup import Tuned
+    from lightning_mgwfbp.preemption import Preemption
     from lightning_mgwfbp.strategy import MGWFBPStrategy
+    from lightning_mgwfbp.uneven_inputs import UnevenInputs
 
 
 class WarmupCallback(pl.Callback):
@@ -64,14 +66,22 @@ class WarmupCallback(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._steps_seen = trainer.global_step
+        if self._preemption is not None:
+            self._preemption.begin()
+        if self._inputs is not None:
+            self._inputs.require_one_loader()
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         session = self._session
-        if session is not None:
-            session.warmup.forward_begins()
+        if self._preemption is not None:
+            self._preemption.batch_begins()
+        if session is not None and self._inputs is not None:
+            self._inputs.step_begins(batch_idx)
+            if not self._inputs.stands_by:
+                session.warmup.forward_begins()
             # not in on_train_epoch_start, which does not run where fit is resumed within an epoch
             session.set_epoch(trainer.current_epoch)
 
@@ -92,8 +102,13 @@ class WarmupCallback(pl.Callback):
         batch_idx: int,
     ) -> None:
         session = self._session
-        if session is None or trainer.global_step == self._steps_seen:
-            return  # nothing to plan, or an accumulation window goes on
+        if session is None:
+            return
+        if self._preemption is not None:
+            self._preemption.batch_ends()
+        session.compare_weights()
+        if trainer.global_step == self._steps_seen:
+            return  # an accumulation window goes on
         self._steps_seen = trainer.global_step
         tuned = session.warmup.step_ended()
         if tuned is not None:
@@ -106,6 +121,8 @@ class WarmupCallback(pl.Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._flush()
+        if self._inputs is not None:
+            self._inputs.epoch_ends()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -121,6 +138,14 @@ class WarmupCallback(pl.Callback):
     def _flush(self) -> None:
         if self._session is not None:
             self._session.flush()
+
+    @property
+    def _inputs(self) -> UnevenInputs | None:
+        return None if self._strategy is None else self._strategy.inputs
+
+    @property
+    def _preemption(self) -> Preemption | None:
+        return None if self._strategy is None else self._strategy.preemption
 
     @property
     def _session(self) -> Session | None:

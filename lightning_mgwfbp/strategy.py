@@ -6,13 +6,13 @@ strategy; what DistributedDataParallel does around a forward and a backward is d
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -30,11 +30,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mgwfbp.callbacks import WarmupCallback
+from lightning_mgwfbp.checkpoint_file import WholeCheckpointIO
 from lightning_mgwfbp.ddp_arguments import check_ddp_arguments, take_comm_hook
-from lightning_mgwfbp.engine.agreement import parameter_facts, require_agreement
+from lightning_mgwfbp.engine.agreement import require_agreement, require_success, version_facts
 from lightning_mgwfbp.engine.averaged_step import AveragedStep
-from lightning_mgwfbp.engine.checkpoint import ExchangeState
+from lightning_mgwfbp.engine.checkpoint import STATE, ExchangeState
 from lightning_mgwfbp.engine.deferred_step import DeferredStep
+from lightning_mgwfbp.engine.errors import explain, require_presence
 from lightning_mgwfbp.engine.options import Options, Schedule
 from lightning_mgwfbp.engine.session import Session
 from lightning_mgwfbp.engine.warmup import Tuned
@@ -42,16 +44,22 @@ from lightning_mgwfbp.exchange.broadcast import broadcast_tensors
 from lightning_mgwfbp.exchange.horovod_rendezvous import load_horovod
 from lightning_mgwfbp.exchange.horovod_transport import HorovodTransport
 from lightning_mgwfbp.exchange.methods import ExchangeMethod, resolve_compressor
+from lightning_mgwfbp.exchange.roll_call import RollCall
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.horovod_environment import HorovodEnvironment
+from lightning_mgwfbp.launching import ScriptLauncher
 from lightning_mgwfbp.module_state import (
     BufferRefresher,
     exchanged_buffers,
     exchanged_parameters,
 )
 from lightning_mgwfbp.plan import AlphaBeta, MergePlan, ModelProfile, Planner
+from lightning_mgwfbp.plan.records import counted
+from lightning_mgwfbp.preemption import Preemption
 from lightning_mgwfbp.schedules import agree_on_schedule
+from lightning_mgwfbp.trainer_facts import model_facts, training_facts
+from lightning_mgwfbp.uneven_inputs import OnUneven, UnevenInputs, require_joinable
 
 _NAMES: dict[str, dict[str, Any]] = {
     "mgwfbp": {"start_method": "popen"},
@@ -65,7 +73,6 @@ _NAMES: dict[str, dict[str, Any]] = {
 
 
 _TRANSPORTS = ("auto", "torch", "horovod")
-_STATE = "mgwfbp"  # key in a checkpoint
 
 
 class MGWFBPStrategy(DDPStrategy):
@@ -80,6 +87,8 @@ class MGWFBPStrategy(DDPStrategy):
             PowerSGD or DDPCommHook.
         warmup_steps: optimizer steps to profile before the plan is made; the first is not counted.
         replan_every_n_steps: profile and plan anew after so many steps.
+        detect_divergence_every_n_steps: compare the bits of all ranks' weights after so many steps,
+            and end in an error that names what differs.
         profile: a saved ModelProfile or its path, in the place of profiling.
         link: a saved AlphaBeta (seconds, seconds per byte) or its path, in the place of timing
             the network.
@@ -90,6 +99,8 @@ class MGWFBPStrategy(DDPStrategy):
         schedule: "backward": gradients are averaged before the optimizer steps;
             "cross_iteration": each merge group is averaged and stepped only when the next forward
             needs it; "auto": that where nothing stands against it.
+        uneven_inputs: what becomes of ranks that have fewer training batches than others: "error":
+            all end with an error; "join": they stand by, contributing nothing, until all are done.
         transport: what carries gradients, "torch" (also "auto": torch.distributed) or "horovod",
             beside which torch.distributed carries Lightning's own traffic, over gloo.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
@@ -120,6 +131,7 @@ class MGWFBPStrategy(DDPStrategy):
         | None = None,
         warmup_steps: int = 5,
         replan_every_n_steps: int | None = None,
+        detect_divergence_every_n_steps: int | None = None,
         profile: ModelProfile | str | None = None,
         link: AlphaBeta | str | None = None,
         broadcast_buffers: bool | None = None,
@@ -127,6 +139,7 @@ class MGWFBPStrategy(DDPStrategy):
         init_sync: bool = True,
         static_graph: bool = False,
         schedule: Schedule | Literal["auto"] = "backward",
+        uneven_inputs: OnUneven = "error",
         transport: Literal["auto", "torch", "horovod"] = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -139,6 +152,11 @@ class MGWFBPStrategy(DDPStrategy):
             raise ValueError(
                 f"`MGWFBPStrategy(ddp_comm_hook=..., compressor={compressor!r})` cannot work: both"
                 " say how gradients travel. Leave one of them out."
+            )
+        if uneven_inputs not in get_args(OnUneven):
+            raise ValueError(
+                f"`MGWFBPStrategy(uneven_inputs=...)` must be one of"
+                f" {', '.join(get_args(OnUneven))}, got {uneven_inputs!r}."
             )
         if transport not in _TRANSPORTS:
             raise ValueError(
@@ -165,6 +183,7 @@ class MGWFBPStrategy(DDPStrategy):
             compressor=hook or compressor,
             warmup_steps=warmup_steps,
             replan_every_n_steps=replan_every_n_steps,
+            detect_divergence_every_n_steps=detect_divergence_every_n_steps,
             profile=profile,
             link=link,
             static_graph=static_graph,
@@ -173,14 +192,27 @@ class MGWFBPStrategy(DDPStrategy):
         given = [b for b in (broadcast_buffers, forward_sync_buffers) if b is not None]
         self._broadcast_buffers = all(given)
         self._init_sync = init_sync
+        self._on_uneven = uneven_inputs
         self._carrier = transport
         self._buffers: BufferRefresher | None = None
         self._transport: Transport | None = None
         self._steps: dict[int, AveragedStep | DeferredStep] = {}
         self._last_state: ExchangeState | None = None
+        self._last_batch_at = 0.0
         self.session: Session | None = None  # while fitting on several ranks
+        self.inputs: UnevenInputs | None = None  # likewise
+        self.preemption: Preemption | None = None  # likewise
         self.tuned: Tuned | None = None
         self.measured_exposed_seconds: float | None = None
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method == "popen":
+            assert self.cluster_environment is not None
+            self._launcher = ScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
 
     @override
     def setup_environment(self) -> None:
@@ -189,6 +221,8 @@ class MGWFBPStrategy(DDPStrategy):
                 f"`Trainer(strategy={self.strategy_name!r}, accelerator='mps')` cannot work: MPS"
                 " has no collectives. Use accelerator='cpu', or devices=1 without a strategy."
             )
+        if self._checkpoint_io is None:  # no sooner: Lightning takes it for the user's choice
+            self._checkpoint_io = WholeCheckpointIO()
         super().setup_environment()
 
     @override
@@ -199,8 +233,10 @@ class MGWFBPStrategy(DDPStrategy):
             return
         module = self.lightning_module
         assert module is not None
+        # over Lightning's own group: who disagrees on the transport opens another one, or none
+        require_agreement(TorchTransport.world(), self._facts(module))
         transport = self._transport = self._open_transport()
-        require_agreement(transport, self._facts(module))
+        self.inputs = UnevenInputs(module.trainer, transport, self._on_uneven, self._timeout)
         if self._init_sync:
             parameters = [p for _, p in exchanged_parameters(module)]
             broadcast_tensors(parameters + exchanged_buffers(module), 0, transport)
@@ -219,11 +255,15 @@ class MGWFBPStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._last_state = None
+        self._last_batch_at = 0.0
         callback = WarmupCallback.of(trainer)
         callback.attach(self)
         module = self.lightning_module
         if self._transport is None or module is None:
             return  # one process
+        if self._on_uneven == "join":
+            require_joinable(trainer)
+        require_agreement(self._transport, training_facts(trainer, module))
         schedule = agree_on_schedule(
             trainer,
             self._options.schedule,
@@ -242,6 +282,8 @@ class MGWFBPStrategy(DDPStrategy):
             module,
             None if scaler is None else scaler.get_scale,
         )
+        roll = RollCall.present()
+        self.preemption = None if roll is None else Preemption(trainer, roll)
         step = super().optimizer_step
         self._steps = {id(o): self.session.step_of(o, step) for o in self.optimizers}
         if self.session.reducer.exchanger.needs_whole_gradient:
@@ -250,7 +292,8 @@ class MGWFBPStrategy(DDPStrategy):
                 " has ended, and nothing overlaps it."
             )
         if isinstance(settings.planner, MergePlan):
-            rank_zero_info(f"{len(settings.planner.groups)} merge groups, from a saved plan.")
+            groups = counted(len(settings.planner.groups), "merge group")
+            rank_zero_info(f"{groups}, from a saved plan.")
             callback.warn_that_nothing_is_saved()
         tuned = self.session.warmup.start()
         if tuned is not None:
@@ -258,10 +301,46 @@ class MGWFBPStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self._buffers is not None and self.session is not None:
-            self._buffers.before_forward(goes_stale=self.session.reducer.syncing)
-        with nullcontext() if self.session is None else self.session.forward():
+        session, inputs = self.session, self.inputs
+        if session is None or inputs is None:
             return super().training_step(*args, **kwargs)
+        self._look_for_missing_ranks()
+        if self._buffers is not None:
+            self._buffers.before_forward(goes_stale=session.reducer.syncing)
+        output: STEP_OUTPUT
+        with session.forward(), inputs.training_step():
+            if inputs.stands_by:
+                output = inputs.zero_loss()
+            else:
+                output = super().training_step(*args, **kwargs)
+        if self._buffers is not None:
+            self._buffers.after_forward(inputs.present[0])
+        session.set_contributors(inputs.contributors)
+        return output
+
+    def _look_for_missing_ranks(self) -> None:
+        """Before each batch Lightning broadcasts whether to stop, and takes a failure for a no: the
+        exchange that follows would wait for the missing rank once more."""
+        before, self._last_batch_at = self._last_batch_at, time.monotonic()
+        timeout = default_pg_timeout if self._timeout is None else self._timeout
+        if before and self._last_batch_at - before > timeout.total_seconds():
+            require_presence()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return dataloader if self.inputs is None else self.inputs.evened(dataloader)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self.inputs is not None:
+            self.inputs.require_outside("`self.log(..., sync_dist=True, on_step=True)`")
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self.inputs is not None:
+            self.inputs.require_outside("`self.all_gather(...)`")
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -278,9 +357,8 @@ class MGWFBPStrategy(DDPStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
-        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if self.session is not None:
-            self.session.backward_ended()
+        with nullcontext() if self.session is None else self.session.backward():
+            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -321,20 +399,38 @@ class MGWFBPStrategy(DDPStrategy):
             state = self._last_state if self.session is None else self.session.state()
             if state is not None:
                 gathered = state.gathered(self._transport or TorchTransport.world())
-                checkpoint.update({} if gathered is None else {_STATE: gathered})
+                checkpoint.update({} if gathered is None else {STATE: gathered})
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> Any:
+        """Each rank reads; where one cannot, it is every rank's ValueError."""
+        if self.world_size == 1:
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        checkpoint, failure = None, None
+        try:
+            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        except Exception as error:  # whatever a damaged file leads to
+            said = f"{type(error).__name__}: {error}"
+            failure = ValueError(f"the checkpoint '{checkpoint_path}' cannot be read: {said}")
+            failure.__cause__ = error
+        require_success(TorchTransport.world(), failure)
+        return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if _STATE not in checkpoint:
-            return
-        if self.session is None or not self.session.reducer.exchanger.keeps_residuals:
+        if self.session is not None and self.session.reducer.exchanger.keeps_residuals:
+            self.session.resume(checkpoint.get(STATE))
+        elif STATE in checkpoint:
             rank_zero_info(
                 "This run has no use for the residuals in the checkpoint: they are lost."
             )
-        else:
-            self.session.resume(checkpoint[_STATE])
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        explain(exception)
 
     @override
     def teardown(self) -> None:
@@ -345,10 +441,12 @@ class MGWFBPStrategy(DDPStrategy):
                 self._last_state = self.session.state()  # for trainer.save_checkpoint after fit
                 self.session.close()
         finally:
+            if self.inputs is not None:
+                self.inputs.close()
             if self._transport is not None:
                 self._transport.close()
             self._steps.clear()
-            self._transport = self._buffers = self.session = None
+            self._transport = self._buffers = self.session = self.inputs = self.preemption = None
             super().teardown()
 
     @classmethod
@@ -360,12 +458,13 @@ class MGWFBPStrategy(DDPStrategy):
 
     def _facts(self, module: pl.LightningModule) -> dict[str, str]:
         return {
-            "the version of lightning-mgwfbp": version("lightning-mgwfbp"),
+            **version_facts(),
             **self._options.facts(),
             "broadcast_buffers": repr(self._broadcast_buffers),
             "init_sync": repr(self._init_sync),
+            "uneven_inputs": repr(self._on_uneven),
             "transport": repr(self._carrier),
-            **parameter_facts(exchanged_parameters(module)),
+            **model_facts(module, with_buffers=self._init_sync or self._broadcast_buffers),
         }
 
 

@@ -34,20 +34,30 @@ class AveragedStep:
         """Step; each call of `closure` is followed by an exchange."""
         if closure is not None:
             return self._step(self._optimizer, self._averaging(closure), **kwargs)
-        self._average_if_due()
+        self._average_for_step()
         return self._step(self._optimizer, None, **kwargs)
+
+    def average_if_due(self) -> None:
+        """Average what has come since the last exchange, and where there was none since the last
+        step, whatever other ranks may have."""
+        none_since_last_step = self._reducer.exchanges == self._exchanges_at_step
+        if self._reducer.unsynchronized or none_since_last_step:
+            self._reducer.synchronize()
+
+    def forget_averages(self) -> None:
+        """Have the next step need others: those so far are used up, or thrown away."""
+        self._exchanges_at_step = self._reducer.exchanges
+
+    def _average_for_step(self) -> None:
+        self.average_if_due()
+        self.forget_averages()
+        self._reducer.stepped()
 
     def _averaging(self, closure: Closure) -> Closure:
         @torch.enable_grad()
         def evaluate() -> Any:
             loss = closure()
-            self._average_if_due()
+            self._average_for_step()
             return loss
 
         return evaluate
-
-    def _average_if_due(self) -> None:
-        none_since_last_step = self._reducer.exchanges == self._exchanges_at_step
-        if self._reducer.unsynchronized or none_since_last_step:
-            self._reducer.synchronize()
-        self._exchanges_at_step = self._reducer.exchanges

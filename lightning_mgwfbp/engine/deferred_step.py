@@ -75,19 +75,29 @@ class DeferredStep:
                 " have changed. Give `module=...` the one whose call computes the loss, or call"
                 " flush() before you use its weights without calling it."
             )
-        # a zero_grad() may have had an exchange of what it has thrown away
-        exchanged = self._reducer.exchanges > self._exchanges
-        is_averaged = exchanged and not self._reducer.unsynchronized
-        if is_averaged or self._must_be_whole():
-            if not is_averaged:
-                self._reducer.synchronize()
+        if self._is_averaged() or self._must_be_whole():
+            self.average_if_due()
             self._optimizer.step()
             self._has_stepped = True
-            self._exchanges = self._reducer.exchanges
+            self.forget_averages()
         else:
             self._cross_iteration.defer()
             self._exchanges = self._reducer.exchanges + 1  # when it is complete
+        self._reducer.stepped()
         return result
+
+    def average_if_due(self) -> None:
+        """Average what has come since the last exchange, and where there was none since the last
+        step, whatever other ranks may have."""
+        if not self._is_averaged():
+            self._reducer.synchronize()
+
+    def forget_averages(self) -> None:
+        """Have the next step need others: those so far are used up, or thrown away."""
+        self._exchanges = self._reducer.exchanges
+
+    def _is_averaged(self) -> bool:
+        return self._reducer.exchanges > self._exchanges and not self._reducer.unsynchronized
 
     def _must_be_whole(self) -> bool:
         return (

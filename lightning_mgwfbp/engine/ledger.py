@@ -10,6 +10,11 @@ ranks send A along, also those that have nothing new. DistributedDataParallel do
 
 [Note: setting aside] An exchange that keeps a rest of what it is given must not be given A twice.
 There A is set aside before autograd adds to it, and put back afterwards.
+
+[Note: contributors] Where only K of P ranks contribute, the average is over these, and what a rank
+contributes is multiplied by P/K, what the others have (an average, at most) by 0: the mean of that
+over all ranks is the mean over the contributors. So no exchange has to know of K, and what one
+leaves behind now and sends later, under another K, keeps its weight.
 """
 
 from __future__ import annotations
@@ -28,12 +33,14 @@ class GradientLedger:
 
     Attributes:
         is_new: whether something was accumulated since the last exchange, (N,).
+        weight: of what this rank has: [Note: contributors].
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, sets_aside: bool) -> None:
         self._parameters = parameters
         self._sets_aside = sets_aside
         self.is_new = [False] * len(parameters)
+        self.weight = 1.0
         self._aside: dict[int, Tensor] = {}
         self._taken: set[int] = set()
 
@@ -59,9 +66,9 @@ class GradientLedger:
             return None
         self._taken.add(i)
         if self.is_new[i]:
-            return gradient
+            return self._weighted(gradient)
         self._aside[i] = gradient
-        return None if self._sets_aside else gradient
+        return None if self._sets_aside else self._weighted(gradient)
 
     def put(self, i: int, average: Tensor | None) -> Tensor | None:
         """Put the average of what was taken in `.grad`; None: no rank had anything new, and what
@@ -82,7 +89,7 @@ class GradientLedger:
             parameter.grad = average
         self._taken.discard(i)
         self.is_new[i] = False
-        return late
+        return None if late is None else self._weighted(late)
 
     def add(self, i: int, average: Tensor) -> None:
         """Add the average of a part that was taken later."""
@@ -90,3 +97,6 @@ class GradientLedger:
         parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
         self._taken.discard(i)
         self.is_new[i] = False
+
+    def _weighted(self, gradient: Tensor) -> Tensor:
+        return gradient if self.weight == 1.0 else gradient * self.weight

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -15,6 +15,27 @@ from lightning_mgwfbp.engine.layout import Layout
 # A parameter that is frozen for so many exchanges in a row leaves the plan. Large, because models
 # with several optimizers freeze and unfreeze each other's parameters within each step.
 _EXCHANGES_UNTIL_FROZEN_LEAVE = 100
+
+
+class _Announcement(partial[None]):
+    """The hook of one parameter: a partial, which costs less than a method in Python, by which it
+    is known that somebody exchanges the parameter."""
+
+
+def require_unexchanged(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters that somebody exchanges already.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    for name, parameter in named_parameters:
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        if any(isinstance(hook, _Announcement) for hook in hooks.values()):
+            raise ValueError(
+                f"Parameter {name!r} is exchanged already, by another MergedOptimizer or by a"
+                " Trainer's strategy: its gradients would be averaged twice. close() the other"
+                " MergedOptimizer first, or give each its own parameters."
+            )
 
 
 class Membership:
@@ -54,7 +75,7 @@ class Membership:
         unfrozen = [i for i in self._unhooked if self._parameters[i].requires_grad]
         for i in unfrozen:
             self._hooks[i] = self._parameters[i].register_post_accumulate_grad_hook(
-                partial(self._on_gradient, i)
+                _Announcement(self._on_gradient, i)
             )
             self._unhooked.remove(i)
             if self._before_gradient is not None and i not in self._nodes:
@@ -76,6 +97,12 @@ class Membership:
     def joining(self) -> list[int]:
         """The unplanned parameters that are trainable now."""
         return [i for i in self._unplanned if self._parameters[i].requires_grad]
+
+    def has_unseen(self) -> bool:
+        """Whether a parameter that was frozen so far has a gradient, which no hook has seen."""
+        unhooked = (i for i in (*self._unhooked, *self._unplanned) if i not in self._hooks)
+        parameters = (self._parameters[i] for i in unhooked)
+        return any(p.requires_grad and p.grad is not None for p in parameters)
 
     def staying(self) -> list[int]:
         """The planned parameters but for those frozen for long, whose count begins anew."""

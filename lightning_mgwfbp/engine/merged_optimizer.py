@@ -8,14 +8,19 @@ re-implemented: options, state and step stay the wrapped one's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mgwfbp.engine.agreement import parameter_facts, require_agreement
+from lightning_mgwfbp.engine.agreement import (
+    optimizer_facts,
+    parameter_facts,
+    require_agreement,
+    version_facts,
+)
 from lightning_mgwfbp.engine.averaged_step import Closure
 from lightning_mgwfbp.engine.deferred_step import why_not_deferred
 from lightning_mgwfbp.engine.options import Options, Schedule
@@ -83,6 +88,7 @@ class MergedOptimizer(Optimizer):
         transport: carries the gradients; by default torch.distributed over all ranks.
         warmup_steps: steps to profile.
         replan_every_n_steps: profile and plan anew after so many steps.
+        detect_divergence_every_n_steps: compare the bits of all ranks' weights after so many steps.
         profile, link: what was measured before; with both only a compressor is timed.
         static_graph: a promise that every backward uses the same parameters on all ranks.
         grad_scaler: the one you scale losses with: what a compressor leaves behind must not be
@@ -93,7 +99,8 @@ class MergedOptimizer(Optimizer):
         module: the one you call in each step; needed for "cross_iteration".
 
     Raises:
-        ValueError: an argument is out of range, or the optimizer steps unnamed parameters.
+        ValueError: an argument is out of range, the optimizer steps unnamed parameters, or another
+            one exchanges the same.
         RuntimeError: the ranks' models or options differ.
 
     Example:
@@ -114,6 +121,7 @@ class MergedOptimizer(Optimizer):
         transport: Transport | None = None,
         warmup_steps: int = 5,
         replan_every_n_steps: int | None = None,
+        detect_divergence_every_n_steps: int | None = None,
         profile: ModelProfile | str | None = None,
         link: AlphaBeta | str | None = None,
         static_graph: bool = False,
@@ -137,31 +145,39 @@ class MergedOptimizer(Optimizer):
             compressor=compressor,
             warmup_steps=warmup_steps,
             replan_every_n_steps=replan_every_n_steps,
+            detect_divergence_every_n_steps=detect_divergence_every_n_steps,
             profile=profile,
             link=link,
             static_graph=static_graph,
             schedule=schedule,
         )
-        self._own_transport = TorchTransport() if transport is None else None
-        transport = self._own_transport or transport
-        assert transport is not None
-        require_agreement(transport, {**options.facts(), **parameter_facts(named)})
-        settings = options.settle(transport)
-        self._session = Session(
-            "",
-            named,
-            [optimizer],
-            transport,
-            settings,
-            module,
-            None if grad_scaler is None else grad_scaler.get_scale,
-        )
-        self._hooks = [] if module is None else hook_forward(module, self._session)
-        # Optimizer.__init__ is not called: whatever it would set up is the wrapped one's
-        self.optimizer = optimizer
-        self.reducer = self._session.reducer
-        self._step = self._session.step_of(optimizer, _plain_step)
-        self.tuned = self._session.warmup.start()
+        scale = None if grad_scaler is None else grad_scaler.get_scale
+        with ExitStack() as opened:  # which an error closes
+            if transport is None:
+                transport = TorchTransport()
+                opened.callback(transport.close)
+            facts = {**version_facts(), **options.facts(), "grad_scaler": repr(scale is not None)}
+            facts |= {**parameter_facts(named), **optimizer_facts([optimizer], named)}
+            require_agreement(transport, facts)
+            self._session = Session(
+                "",
+                named,
+                [optimizer],
+                transport,
+                options.settle(transport),
+                module,
+                scale,
+            )
+            opened.callback(self._session.close)
+            for hook in [] if module is None else hook_forward(module, self._session):
+                opened.callback(hook.remove)
+            # Optimizer.__init__ is not called: whatever it would set up is the wrapped one's
+            self.optimizer = optimizer
+            self.reducer = self._session.reducer
+            self._step = self._session.step_of(optimizer, _plain_step)
+            self.tuned = self._session.warmup.start()
+            opened.callback(self._session.flush)
+            self._opened = opened.pop_all()
 
     param_groups = _Forwarded()
     state = _Forwarded()
@@ -173,14 +189,20 @@ class MergedOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler.step asks for this before it looks at gradients, which must be averages by then
-        if self.reducer.syncing and self.reducer.unsynchronized:
-            self.synchronize()
+        self._step.average_if_due()
         return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not wrapped yet: while unpickling
+        if name == "optimizer":  # not wrapped yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A MergedOptimizer cannot be copied or pickled: a copy would exchange the same"
+            " gradients again. Copy the optimizer that it wraps (`.optimizer`), or save its"
+            " state_dict()."
+        )
 
     def __repr__(self) -> str:
         return f"MergedOptimizer({self.optimizer!r})"
@@ -201,6 +223,7 @@ class MergedOptimizer(Optimizer):
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:
         """Step the wrapped optimizer on the averages; each call of `closure` is synchronised."""
         result = self._step(closure, **kwargs)
+        self._session.compare_weights()
         self.tuned = self._session.warmup.step_ended() or self.tuned
         return result
 
@@ -209,15 +232,17 @@ class MergedOptimizer(Optimizer):
         self._session.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, also those on their way: they are waited for first (collective then).
+        """Clear gradients, also those on their way: they are waited for first.
 
-        Those of a step that was taken are left to it. `model.zero_grad()` knows nothing of all
-        these: call this one instead.
+        That is collective, so of gradients which no step has used, each rank must have some, or
+        none may. Those of a step that was taken are left to it. `model.zero_grad()` knows nothing
+        of all these: call this one instead.
         """
         if self._session.pending:
             return
         if self.reducer.syncing and self.reducer.unsynchronized:
             self.synchronize()
+        self._step.forget_averages()
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,7 +266,7 @@ class MergedOptimizer(Optimizer):
         """Take up what `exchange_state_dict` gave, the same on all ranks, however many they are.
 
         Raises:
-            ValueError: it was saved for another model.
+            ValueError: on every rank alike: it is damaged, or was saved for another model.
         """
         self._session.resume(saved)
 
@@ -251,14 +276,7 @@ class MergedOptimizer(Optimizer):
 
     def close(self) -> None:
         """Complete the last step and remove all hooks; the wrapped optimizer goes on alone."""
-        try:
-            self._session.flush()
-        finally:
-            for hook in self._hooks:
-                hook.remove()
-            self._session.close()
-            if self._own_transport is not None:
-                self._own_transport.close()
+        self._opened.close()
 
     def _require_named(self, param_group: dict[str, Any]) -> None:
         parameters = param_group["params"]

@@ -74,6 +74,7 @@ class Reducer:
         self._expected = [0] * count  # the most often a parameter fired in one backward
         self._syncing = True
         self._overlap = False
+        self._has_launched = False  # an exchange, since the optimizer's last step
         self.exchanges = 0
         self.structure_version = 0
         self._ledger = GradientLedger(self._parameters, sets_aside=exchanger.keeps_residuals)
@@ -107,7 +108,16 @@ class Reducer:
     @property
     def unsynchronized(self) -> bool:
         """Whether a backward has left gradients on this rank that were not exchanged."""
-        return self._running or any(self._ledger.is_new)
+        return self._running or any(self._ledger.is_new) or self._membership.has_unseen()
+
+    @property
+    def weight(self) -> float:
+        """Of what this rank has in the average: 1 but where not all ranks contribute."""
+        return self._ledger.weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._ledger.weight = weight
 
     @property
     def exposed_seconds(self) -> float | None:
@@ -135,6 +145,10 @@ class Reducer:
         parameters fire, lest one unusual backward hold their groups back for ever."""
         self._overlap = False
         self._expected = [0] * len(self._names)
+
+    def stepped(self) -> None:
+        """Take note that an optimizer has stepped, so that ranks out of step are seen."""
+        self._has_launched = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -178,7 +192,16 @@ class Reducer:
         """Whether some rank has gradients that no bucket carried; waits for the last bucket."""
         last = self._round.last
         self.finish_bucket(last)
-        return not self._static_graph and self.layout.buckets[last].noticed()
+        if self._static_graph:
+            return False
+        noticed = self.layout.buckets[last].noticed()
+        if noticed is None:
+            raise RuntimeError(
+                "The ranks are out of step: some exchange gradients for the first time since the"
+                " optimizer's last step, others once more, as after a backward() that not all"
+                " ranks have called. Every rank must call backward, synchronize and step alike."
+            )
+        return noticed
 
     @torch.no_grad()
     def complete(self) -> None:
@@ -264,7 +287,9 @@ class Reducer:
                 " often, but one came after its merge group had been sent, was frozen or unfrozen"
                 " since, or has a sparse gradient. Leave static_graph out."
             )
-        self._round.launch(notice=is_last and self._has_more)
+        again = is_last and self._has_launched
+        self._has_launched |= is_last
+        self._round.launch(notice=is_last and self._has_more, again=again)
 
     def _look_for_what_came_unseen(self) -> None:
         for i in self._membership.hook_unfrozen():

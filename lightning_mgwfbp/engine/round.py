@@ -71,15 +71,15 @@ class Round:
         self._taken = gradients, used
         return surprise
 
-    def launch(self, notice: bool = False) -> None:
+    def launch(self, notice: bool = False, again: bool = False) -> None:
         """Send what was taken.
 
         Args:
-            notice: see `Bucket.pack`.
+            notice, again: see `Bucket.pack`.
         """
         assert self._taken is not None
         bucket = self._layout.buckets[self.launched]
-        bucket.pack(*self._taken, notice)
+        bucket.pack(*self._taken, notice, again)
         self._taken = None  # the gradients' memory is free from here on
         with exchange_errors(self._rank, self._layout.descriptions[self.launched]):
             exchange = self._exchanger.start(

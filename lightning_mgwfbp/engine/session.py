@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_mgwfbp.engine.agreement import facts_of, require_agreement, require_success
 from lightning_mgwfbp.engine.averaged_step import AveragedStep
-from lightning_mgwfbp.engine.checkpoint import ExchangeState, check
+from lightning_mgwfbp.engine.backward_calls import BackwardCalls
+from lightning_mgwfbp.engine.checkpoint import WHERE, ExchangeState, SavedState
 from lightning_mgwfbp.engine.cross_iteration import CrossIteration
 from lightning_mgwfbp.engine.deferred_step import DeferredStep
+from lightning_mgwfbp.engine.divergence import DivergenceWatch
 from lightning_mgwfbp.engine.grouped_step import GroupedStep
+from lightning_mgwfbp.engine.membership import require_unexchanged
 from lightning_mgwfbp.engine.options import Settings, require_no_momentum
 from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.engine.warmup import WarmUp
@@ -24,6 +28,7 @@ from lightning_mgwfbp.exchange.compressors import Cast
 from lightning_mgwfbp.exchange.decoupled import DecoupledExchanger
 from lightning_mgwfbp.exchange.exchangers import Exchanger
 from lightning_mgwfbp.exchange.methods import make_exchanger
+from lightning_mgwfbp.exchange.roll_call import RollCall
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.measure.module_hooks import ModuleHook
 from lightning_mgwfbp.plan import MergePlan
@@ -42,7 +47,8 @@ class Session:
         gradient_scale: says what gradients are multiplied by; None: by nothing.
 
     Raises:
-        ValueError: no parameter is trainable, or an optimizer does not go with the compressor.
+        ValueError: no parameter is trainable, one is exchanged by somebody else already, or an
+            optimizer does not go with the compressor.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Session:
         for optimizer in optimizers:
             require_no_momentum(settings.compressor, optimizer)
         named = list(named_parameters)
+        require_unexchanged(named)
         method, defers = settings.compressor, settings.schedule == "cross_iteration"
         if defers:
             assert isinstance(method, Cast | None)
@@ -74,11 +81,18 @@ class Session:
                 " are too small for it, and travel exactly.",
                 stacklevel=2,
             )
-        self._shapes = {name: tuple(p.shape) for name, p in named}
+        self._named = dict(named)
         self._settings = settings
         self._transport = transport
-        self.reducer = Reducer(named, exchanger, static_graph=settings.static_graph)
+        try:
+            self.reducer = Reducer(named, exchanger, static_graph=settings.static_graph)
+        except ValueError:
+            exchanger.close()  # it may have a transport of its own
+            raise
+        self._roll_call = RollCall.opened(transport.world_size)
         self.warmup = WarmUp(model, named, transport, self.reducer, settings, module)
+        every = settings.detect_divergence_every_n_steps
+        self._watch = None if every is None else DivergenceWatch(named, transport, every)
         self._cross_iteration: CrossIteration | None = None
         if defers:
             assert module is not None
@@ -111,9 +125,19 @@ class Session:
             return nullcontext()
         return self._cross_iteration.forward()
 
-    def backward_ended(self) -> None:
-        """Put averages in `.grad`, unless they are to come later."""
-        if self._cross_iteration is None:
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward: puts averages in `.grad`, unless they are to come later.
+
+        They are there as soon as a call of `Tensor.backward` within has ended; each has an exchange
+        of its own, and there is one where there was none. So all ranks have equally many.
+        """
+        if self._cross_iteration is not None:
+            yield
+            return
+        with BackwardCalls(self.reducer.synchronize) as calls:
+            yield
+        if not calls.count:
             self.reducer.synchronize()
 
     def flush(self) -> None:
@@ -121,9 +145,26 @@ class Session:
         if self._cross_iteration is not None:
             self._cross_iteration.flush()
 
+    def compare_weights(self) -> None:
+        """See that the ranks have the same weights, where that is due; to be called by all of them
+        after each batch. Completes a pending step first.
+
+        Raises:
+            RuntimeError: they differ; on every rank alike.
+        """
+        exchanges = self.reducer.exchanges + self.pending
+        if self._watch is not None and self._watch.is_due(exchanges):
+            self.flush()
+            self._watch.compare()
+
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch it is, for schedules."""
         self.reducer.exchanger.epoch = epoch
+
+    def set_contributors(self, ranks: Collection[int]) -> None:
+        """Say which ranks contribute to the exchanges from now on: averages are over these."""
+        is_one = self._transport.rank in ranks
+        self.reducer.weight = self._transport.world_size / len(ranks) if is_one else 0.0
 
     def state(self) -> ExchangeState:
         """What this rank has left behind, and what it depends on."""
@@ -134,21 +175,32 @@ class Session:
             made_for=self._circumstances(),
         )
 
-    def resume(self, saved: Mapping[str, Any]) -> None:
-        """Take up what `ExchangeState.gathered` gave, the same on all ranks.
+    def resume(self, saved: Mapping[str, Any] | None) -> None:
+        """Take up what `ExchangeState.gathered` gave, all of it or nothing. Collective.
 
         Its plan is installed if it was made in the same circumstances, and nothing is measured
         then: another plan would compress other groups, and the bits would differ.
 
+        Args:
+            saved: the same on all ranks; None where a checkpoint has none.
+
         Raises:
-            ValueError: it is damaged, or was saved for another model.
+            ValueError: on every rank alike: it is damaged, or was saved for another model.
+            RuntimeError: the ranks have different ones.
         """
-        check(saved, self._shapes)
-        self.reducer.expect_rowwise(saved["rowwise"])
-        self.reducer.exchanger.load_state_dict(saved["exchanger"])
-        if saved["plan"] is not None and saved["made_for"] == self._circumstances():
-            plan = MergePlan.from_json(saved["plan"], "the merge plan in the checkpoint")
-            self.warmup.resume(plan)
+        state, failure = None, None
+        try:
+            state = None if saved is None else SavedState.checked(saved, self._named)
+        except ValueError as error:
+            failure = error
+        require_success(self._transport, failure)
+        require_agreement(self._transport, dict(facts_of(WHERE, state)))
+        if state is None:
+            return
+        self.reducer.expect_rowwise(state.rowwise)
+        self.reducer.exchanger.load_state_dict(state.exchanger)
+        if state.plan is not None and state.made_for == self._circumstances():
+            self.warmup.resume(state.plan)
 
     def close(self) -> None:
         """Remove all hooks, and wait for what is still on its way."""
@@ -156,6 +208,8 @@ class Session:
         if self._cross_iteration is not None:
             self._cross_iteration.close()
         self.reducer.close()
+        if self._roll_call is not None:
+            self._roll_call.close()
 
     def _circumstances(self) -> dict[str, str]:
         return {

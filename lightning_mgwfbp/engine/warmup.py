@@ -99,7 +99,9 @@ class WarmUp:
                 self._reducer.install(self._settings.planner)
         elif self._settings.profile is not None:
             with located("`profile=...`"):
-                self._settings.profile.check_names(self._reducer.plan.names)
+                profile, carried = self._settings.profile, self._reducer.layout.carried
+                profile.check_names(self._reducer.plan.names)
+                profile.check_numels({name: tensor.numel() for name, tensor in carried.items()})
             return self._tune(self._settings.profile, busy_fraction=1.0)  # not known: likely
         else:
             self.restart()

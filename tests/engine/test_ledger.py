@@ -190,3 +190,17 @@ def test_sparse_and_strided_averages_are_added() -> None:
         book.ledger.put(0, average.clone())
         assert book.parameter.grad is not None
         assert book.parameter.grad.to_dense().item() == 2
+
+
+def test_what_a_rank_has_weighs_by_how_many_contribute() -> None:
+    """An average over those that contribute: new parts, late ones, and averages sent along."""
+    for weight in (2.0, 0.0):
+        book = Book()
+        book.ledger.weight = weight
+        book.accumulate(3.0)
+        assert number(book.ledger.take(0)) == 3 * weight
+        book.accumulate(4.0)
+        assert number(book.ledger.put(0, torch.tensor([5.0]))) == 4 * weight
+        assert number(book.ledger.take(0)) == 5 * weight
+        book.ledger.put(0, None)
+        assert book.grad == 5
