@@ -19,8 +19,8 @@ from lightning_mgwfbp.plan_table import print_plan
 if TYPE_CHECKING:
     from lightning_mgwfbp.engine.session import Session
     from lightning_mgwfbp.engine.warmup import Tuned
+    from lightning_mgwfbp.exchanging import ExchangingStrategy
     from lightning_mgwfbp.preemption import Preemption
-    from lightning_mgwfbp.strategy import MGWFBPStrategy
     from lightning_mgwfbp.uneven_inputs import UnevenInputs
 
 
@@ -34,7 +34,7 @@ class WarmupCallback(pl.Callback):
 
     def __init__(self, save_dir: str | None = None) -> None:
         self._save_dir = save_dir
-        self._strategy: MGWFBPStrategy | None = None
+        self._strategy: ExchangingStrategy | None = None
         self._steps_seen = 0
 
     @classmethod
@@ -46,17 +46,22 @@ class WarmupCallback(pl.Callback):
         callbacks[:] = given + [c for c in callbacks if c not in given]
         return given[0]
 
-    def attach(self, strategy: MGWFBPStrategy) -> None:
+    def attach(self, strategy: ExchangingStrategy) -> None:
         """Called by the strategy in its setup."""
         self._strategy = strategy
 
-    def warn_that_nothing_is_saved(self) -> None:
-        """Called by the strategy when a saved plan spares all measuring."""
-        if self._save_dir is not None:
+    def session_begins(self, trainer: pl.Trainer) -> None:
+        """Called by the strategy when its session is open."""
+        session = self._session
+        assert session is not None
+        if session.saved_plan is not None and self._save_dir is not None:
             rank_zero_warn(
                 f"`WarmupCallback(save_dir={self._save_dir!r})` has no effect with a saved plan as"
                 " `planner=...`: nothing is measured."
             )
+        tuned = session.warmup.start()
+        if tuned is not None:
+            self.on_plan(trainer, tuned)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -132,6 +137,9 @@ class WarmupCallback(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
+        if self._strategy is not None:
+            # before other callbacks, which may save a checkpoint and so wait for other ranks
+            self._strategy.explain(exception)
         with suppress(RuntimeError):  # of the network: there is an exception already
             self._flush()
 

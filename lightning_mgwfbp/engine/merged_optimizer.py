@@ -23,7 +23,7 @@ from lightning_mgwfbp.engine.agreement import (
 )
 from lightning_mgwfbp.engine.averaged_step import Closure
 from lightning_mgwfbp.engine.deferred_step import why_not_deferred
-from lightning_mgwfbp.engine.options import Options, Schedule
+from lightning_mgwfbp.engine.options import Options, Schedule, require_choice
 from lightning_mgwfbp.engine.session import Session, hook_forward
 from lightning_mgwfbp.engine.warmup import Tuned
 from lightning_mgwfbp.exchange.methods import ExchangeMethod, resolve_compressor
@@ -129,11 +129,7 @@ class MergedOptimizer(Optimizer):
         schedule: Schedule = "backward",
         module: nn.Module | None = None,
     ) -> None:
-        if schedule not in get_args(Schedule):
-            raise ValueError(
-                f"`MergedOptimizer(schedule=...)` must be one of {', '.join(get_args(Schedule))},"
-                f" got {schedule!r}."
-            )
+        require_choice("MergedOptimizer(schedule=...)", schedule, get_args(Schedule))
         if schedule == "cross_iteration":
             _require_deferrable(optimizer, compressor, grad_scaler, module)
         named = list(named_parameters)

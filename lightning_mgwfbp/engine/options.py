@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeGuard, TypeVar, get_args
 
@@ -64,10 +65,7 @@ class Options:
     def __post_init__(self) -> None:
         resolve_compressor(self.compressor)
         choices = (*get_args(Schedule), "auto")
-        if self.schedule not in choices:
-            raise ValueError(
-                f"`schedule=...` must be one of {', '.join(choices)}, got {self.schedule!r}."
-            )
+        require_choice("schedule=...", self.schedule, choices)
         _require_positive("warmup_steps", self.warmup_steps)
         for name, kind in (("profile", ModelProfile), ("link", AlphaBeta)):
             given = getattr(self, name)
@@ -140,6 +138,16 @@ def require_no_momentum(method: ExchangeMethod | None, optimizer: Optimizer) -> 
         f" torch.optim.SGD(momentum=0), got {got}: {why}. Give that, or leave"
         " momentum_correction out."
     )
+
+
+def require_choice(argument: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse what is none of `choices`.
+
+    Raises:
+        ValueError: naming the argument, as the user typed it, what was got, and the choices.
+    """
+    if value not in choices:
+        raise ValueError(f"`{argument}` must be one of {', '.join(choices)}, got {value!r}.")
 
 
 def _require_positive(argument: str, steps: object) -> None:

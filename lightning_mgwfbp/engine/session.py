@@ -107,6 +107,12 @@ class Session:
         return None if self.warmup.running else self.reducer.plan
 
     @property
+    def saved_plan(self) -> MergePlan | None:
+        """The plan that was given; nothing is measured then."""
+        planner = self._settings.planner
+        return planner if isinstance(planner, MergePlan) else None
+
+    @property
     def pending(self) -> bool:
         """Whether a step was taken whose update is not complete."""
         return self._cross_iteration is not None and self._cross_iteration.pending
