@@ -138,7 +138,6 @@ class WarmupCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         if self._strategy is not None:
-            # before other callbacks, which may save a checkpoint and so wait for other ranks
             self._strategy.explain(exception)
         with suppress(RuntimeError):  # of the network: there is an exception already
             self._flush()

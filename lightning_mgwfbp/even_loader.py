@@ -4,116 +4,46 @@ At every batch each rank says how many of its own it has had so far; the answers
 while the step before is computed. A rank that has run out waits for them, and goes on with its last
 batch, again and again, until all have run out.
 
-[Note: lengths] A length is believed only so far as to tell Lightning that of the longest rank.
-Samplers estimate theirs, and loaders that resume within an epoch have less left than it says.
+[Note: lengths] A length is believed only so far as to tell Lightning that of the longest rank, but
+for loaders that are known to keep to it: samplers estimate theirs, and loaders that resume within
+an epoch have less left than it says.
+
+[Note: looks] Only the iteration of Lightning's own fetcher is counted, and only of a loader that is
+alone: a hook of one rank may have a look at some batch, and of several loaders, some of them gone
+through again and again, nobody knows which one ends an epoch.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
+import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
-from torch import Tensor
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from torch.utils import _pytree as pytree
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from lightning_mgwfbp.engine.errors import exchange_errors
-from lightning_mgwfbp.exchange.torch_transport import TorchTransport
-from lightning_mgwfbp.exchange.transport import Pending
+from lightning_mgwfbp.batch_counts import BatchCounts, Count, unequal
 
 _NONE_LEFT = object()
-
-
-def unequal(had: Iterable[str], fewest: int) -> RuntimeError:
-    """The error to be raised where ranks may not run out.
-
-    Args:
-        had: what is known of each rank's number of batches, in words.
-        fewest: how many all of them have.
-    """
-    ranks = ", ".join(f"rank {rank} has {number}" for rank, number in enumerate(had))
-    limit = f" Trainer(limit_train_batches={fewest})," if fewest else ""
-    return RuntimeError(
-        f"The ranks have unequally many training batches: {ranks}. Give all as many, by{limit}"
-        " drop_last or a DistributedSampler; or, to go on without ranks that have run out,"
-        ' MGWFBPStrategy(uneven_inputs="join").'
-    )
-
-
-class Count:
-    """How many batches of its own each rank has had when it comes to batch `position`."""
-
-    def __init__(self, rank: int, position: int, numbers: Tensor, pending: Pending) -> None:
-        self._rank = rank
-        self._position = position
-        self._numbers = numbers  # (world_size, 1), once `pending` is
-        self._pending: Pending | None = pending
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether nobody has waited for it."""
-        return self._pending is not None
-
-    def numbers(self) -> list[int]:
-        """How many, by rank. Waits.
-
-        Raises:
-            RuntimeError: another rank has ended.
-        """
-        if self._pending is not None:
-            with exchange_errors(self._rank, "how many batches each rank has"):
-                self._pending.wait()
-            self._pending = None
-        return [int(number) for number in self._numbers]
-
-    def present(self) -> list[int]:
-        """The ranks that have this batch. Waits."""
-        return [rank for rank, number in enumerate(self.numbers()) if number > self._position]
-
-    def error(self) -> RuntimeError:
-        """To be raised where not all have it."""
-        numbers = self.numbers()
-        had = [f"at least {n}" if n > self._position else str(n) for n in numbers]
-        return unequal(had, min(numbers))
-
-
-class BatchCounts:
-    """Counts over a process group of their own, on the CPU: nobody waits for a device.
-
-    Args:
-        timeout: how long another rank may be behind.
-    """
-
-    def __init__(self, timeout: timedelta | None) -> None:
-        self._group = dist.new_group(timeout=timeout, backend="gloo")
-        self.transport = TorchTransport(self._group)
-        self._begun: list[Count] = []
-        self.is_open = True
-
-    def begin(self, position: int, number: int) -> Count:
-        """Tell the others that this rank, at batch `position`, has had `number`. Collective."""
-        self._begun = [count for count in self._begun if count.is_pending]
-        mine = torch.tensor([number])
-        everyones = mine.new_empty((self.transport.world_size, 1))
-        pending = self.transport.all_gather(everyones, mine, key=f"batch {position}")
-        self._begun.append(Count(self.transport.rank, position, everyones, pending))
-        return self._begun[-1]
-
-    def close(self) -> None:
-        """Wait for what is on its way, and let loaders be what they are without other ranks."""
-        self.is_open = False
-        for count in self._begun:
-            with suppress(RuntimeError):  # whoever closes in mid-count has an error already
-                count.numbers()
-        self.transport.close()
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        del self._group
+_EXACT = (  # these yield as many as they say
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 
 class EvenLoader:
@@ -122,16 +52,16 @@ class EvenLoader:
     Args:
         loader: this rank's; its attributes are this one's.
         counts: joins the ranks.
-        limit: `Trainer(limit_train_batches=...)`, as Lightning has resolved it.
+        trainer: whose fit it is for.
         joins: whether ranks may run out at all.
     """
 
     def __init__(
-        self, loader: Any, counts: BatchCounts, *, limit: int | float, joins: bool
+        self, loader: Any, counts: BatchCounts, trainer: pl.Trainer, *, joins: bool
     ) -> None:
         self.loader = loader
         self._counts = counts
-        self._limit = limit
+        self._trainer = trainer
         self._joins = joins
         self._begun: deque[Count] = deque()  # of batches that were fetched and not yet stepped on
         for name in ("state_dict", "load_state_dict"):  # Lightning looks for them past __getattr__
@@ -158,7 +88,7 @@ class EvenLoader:
         Raises:
             TypeError: some rank does not know its own.
         """
-        if not self._counts.is_open:
+        if not self._is_counted:
             return len(self.loader)
         known = [length for length in self._lengths if length is not None]
         if len(known) < len(self._lengths):
@@ -171,13 +101,18 @@ class EvenLoader:
         The first batch, not this, raises a RuntimeError where some rank is known to run out: out of
         here Lightning's clean-up would hide it behind an error of its own.
         """
-        if not self._counts.is_open:
+        if not self._is_counted or not _is_fetching():  # [Note: looks]
             return iter(self.loader)
         for count in self._begun:
             count.numbers()
         self._begun.clear()
         self._lengths = self._gathered_lengths()
         return self._batches(iter(self.loader))
+
+    @property
+    def _is_counted(self) -> bool:
+        loaders = self._trainer.fit_loop._combined_loader
+        return self._counts.is_open and (loaders is None or len(loaders.flattened) == 1)
 
     def step_begins(self) -> Count | None:
         """The count of the batch whose step begins; None: Lightning takes no step on it."""
@@ -187,13 +122,22 @@ class EvenLoader:
         return self._counts.transport.all_gather_object(sized_len(self.loader), key="lengths")
 
     def _require_enough(self) -> None:
-        lengths = [length for length in self._lengths if length is not None]
-        if len(lengths) < len(self._lengths):
-            return
-        most, limit = max(lengths), self._limit
+        mine = exact_length(self.loader)
+        lengths = self._counts.transport.all_gather_object(mine, key="exact lengths")
+        known = [length for length in lengths if length is not None]
+        if len(known) == len(lengths) and min(known) < self._needed(max(known)):
+            raise unequal(map(str, known), min(known))
+
+    def _needed(self, most: int) -> int:
+        """How many of `most` batches the training takes."""
+        trainer = self._trainer
+        limit = trainer.limit_train_batches
+        assert limit is not None
         needed = min(most, limit) if isinstance(limit, int) else int(most * limit)
-        if min(lengths) < needed:
-            raise unequal(map(str, lengths), min(lengths))
+        if trainer.max_steps < 0:
+            return needed
+        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        return min(needed, left)
 
     def _batches(self, own: Iterator[Any]) -> Iterator[Any]:
         if not self._joins:
@@ -225,6 +169,22 @@ class EvenLoader:
         transport = self._counts.transport
         mine = batch if transport.rank == root else None
         return transport.broadcast_object(mine, root, key="a batch to lend")
+
+
+def exact_length(loader: object) -> int | None:
+    """How many batches it has; None: they may be others than it says."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None
+    is_plain = type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in _EXACT
+    return len(loader) if is_plain else None
+
+
+def _is_fetching() -> bool:
+    """Whether it is Lightning's fetcher that iterates."""
+    frame = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), _DataFetcher):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _copied(batch: Any) -> Any:

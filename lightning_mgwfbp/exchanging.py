@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -30,7 +31,6 @@ from lightning_mgwfbp.engine.errors import explain
 from lightning_mgwfbp.engine.options import Options
 from lightning_mgwfbp.engine.session import Session
 from lightning_mgwfbp.engine.warmup import Tuned
-from lightning_mgwfbp.exchange.roll_call import RollCall
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.fit_session import open_session
 from lightning_mgwfbp.joined_ranks import JoinedRanks, JoinOptions
@@ -101,10 +101,10 @@ class ExchangingStrategy(DDPStrategy):
         if self._joined is None:
             return  # one process
         if self._join.uneven_inputs == "join":
-            require_joinable(trainer)
+            require_joinable(trainer, self._joined.transport)
         self.session = open_session(trainer, self._joined.transport, self._options)
-        roll = RollCall.present()
-        self.preemption = None if roll is None else Preemption(trainer, roll)
+        roll_call = self.session.roll_call
+        self.preemption = None if roll_call is None else Preemption(trainer, roll_call)
         step = super().optimizer_step
         self._steps = {id(o): self.session.step_of(o, step) for o in self.optimizers}
         callback.session_begins(trainer)
@@ -217,8 +217,12 @@ class ExchangingStrategy(DDPStrategy):
         self.explain(exception)
 
     def explain(self, exception: BaseException) -> None:
-        """Say what other ranks have to do with it, or tell them of it; once."""
-        if exception is not self._explained:
+        """Say what other ranks have to do with it, or tell them of it; once.
+
+        Called before other callbacks hear of it, which may wait for other ranks themselves. All
+        ranks know of an end by SIGTERM.
+        """
+        if exception is not self._explained and not isinstance(exception, SIGTERMException):
             self._explained = exception
             explain(exception)
 

@@ -22,7 +22,9 @@ from torch.optim import LBFGS
 from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_mgwfbp.even_loader import BatchCounts, EvenLoader
+from lightning_mgwfbp.batch_counts import BatchCounts
+from lightning_mgwfbp.engine.agreement import require_success
+from lightning_mgwfbp.even_loader import EvenLoader
 from lightning_mgwfbp.exchange.transport import Transport
 
 OnUneven = Literal["error", "join"]
@@ -80,9 +82,7 @@ class UnevenInputs:
             return loader
         if self._counts is None:
             self._counts = BatchCounts(self._timeout)
-        limit = self._trainer.limit_train_batches
-        assert limit is not None
-        return EvenLoader(loader, self._counts, limit=limit, joins=self._joins)
+        return EvenLoader(loader, self._counts, self._trainer, joins=self._joins)
 
     def require_one_loader(self) -> None:
         """Refuse to join where batches have parts from several loaders.
@@ -169,15 +169,14 @@ class UnevenInputs:
             self._counts.close()
 
 
-def require_joinable(trainer: pl.Trainer) -> None:
-    """Refuse what ranks that stand by cannot take part in.
+def require_joinable(trainer: pl.Trainer, transport: Transport) -> None:
+    """Refuse what ranks that stand by cannot take part in. Collective.
 
     Raises:
-        ValueError: naming it as the user typed it.
+        ValueError: on every rank, naming it as the user typed it.
     """
     reason = next(_obstacles(trainer), None)
-    if reason is not None:
-        raise _cannot_join(reason)
+    require_success(transport, None if reason is None else _cannot_join(reason))
 
 
 def _obstacles(trainer: pl.Trainer) -> Iterator[str]:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -20,6 +21,7 @@ from training import Drawn, ToyData, assert_same, make_strategy, quiet_trainer
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 5.0
+LAUNCHED_TIMEOUT = 15.0  # it holds for the start, too, and Lightning starts rank 1 late
 each = pytest.mark.parametrize(
     "options",
     [
@@ -39,13 +41,13 @@ def started(**options: Any) -> list[Popen[str]]:
     return [start(command, LOCAL_RANK=str(i), NODE_RANK="0", **shared) for i in range(2)]
 
 
-def endless(folder: Path, **strategy: Any) -> dict[str, Any]:
+def endless(folder: Path, timeout: float = TIMEOUT, **strategy: Any) -> dict[str, Any]:
     """Options of a training that only a fault ends."""
     return {
         "trainer": {"max_steps": -1, "max_epochs": -1},
         "strategy": {"planner": "wfbp", "warmup_steps": 2, **strategy},
         "save_dir": str(folder),
-        "timeout": TIMEOUT,
+        "timeout": timeout,
     }
 
 
@@ -54,15 +56,16 @@ def wait_for_plan(folder: Path, process: Popen[str]) -> None:
     deadline = time.monotonic() + 60.0
     while not (folder / "plan.json").exists():
         if process.poll() is not None or time.monotonic() > deadline:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             raise AssertionError(f"no plan was made:\n{process.communicate()[0][-3000:]}")
         time.sleep(0.05)
     time.sleep(0.2)
 
 
-def finish_soon(survivor: Popen[str]) -> Ended:
+def finish_soon(survivor: Popen[str], timeout: float = LAUNCHED_TIMEOUT) -> Ended:
     """It ends by itself, within the timeout and 10 s."""
-    return finish(survivor, limit_seconds=TIMEOUT + 10.0)
+    return finish(survivor, limit_seconds=timeout + 10.0)
 
 
 def assert_explained(survivor: Ended, cause: str, options: dict[str, str] | None = None) -> None:
@@ -86,7 +89,7 @@ def test_a_killed_rank_ends_the_others_with_a_named_merge_group(
     ranks = started(**endless(tmp_path, **options))
     wait_for_plan(tmp_path, ranks[0])
     ranks[1].kill()
-    survivor = finish_soon(ranks[0])
+    survivor = finish_soon(ranks[0], TIMEOUT)
     finish(ranks[1])
     host = os.uname().nodename
     assert_explained(survivor, f"Rank 1 (on {host}) was killed, is stopped, or", options)
@@ -103,9 +106,15 @@ def test_a_rank_that_raises_ends_the_others(options: dict[str, str]) -> None:
     assert_explained(survivor, "ended with ValueError: rank 1 raises", options)
 
 
-def launched(folder: Path, **options: Any) -> tuple[Popen[str], int]:
+def start_launching(folder: Path, **options: Any) -> Popen[str]:
+    """Rank 0, which starts rank 1."""
+    settings = {**endless(folder, LAUNCHED_TIMEOUT), **options}
+    return start(python("fit.py", json.dumps(settings)))
+
+
+def launched(folder: Path) -> tuple[Popen[str], int]:
     """Rank 0, and the process id of rank 1, which it has started; in the middle of training."""
-    main = start(python("fit.py", json.dumps({**endless(folder), **options})))
+    main = start_launching(folder)
     wait_for_plan(folder, main)
     (child,) = (pid for pid in members(main.pid) if pid != main.pid)
     return main, child
@@ -120,8 +129,7 @@ def test_a_launched_rank_is_killed(tmp_path: Path) -> None:
 
 def test_a_launched_rank_raises(tmp_path: Path) -> None:
     """Both errors are there to read."""
-    main = start(python("fit.py", json.dumps({**endless(tmp_path), "raises": 1})))
-    ended = finish(main)
+    ended = finish(start_launching(tmp_path, raises=1))
     assert "ValueError: rank 1 raises" in ended.output
     assert_explained(ended, "ended with ValueError: rank 1 raises")
 
@@ -144,8 +152,7 @@ def test_the_launching_rank_is_killed(tmp_path: Path) -> None:
 
 def test_the_launching_rank_raises(tmp_path: Path) -> None:
     """The others hear why before it takes the store with it."""
-    main = start(python("fit.py", json.dumps({**endless(tmp_path), "raises": 0})))
-    ended = finish(main)
+    ended = finish(start_launching(tmp_path, raises=0))
     assert "ValueError: rank 0 raises" in ended.output
     assert_explained(ended, "ended with ValueError: rank 0 raises")
 

@@ -253,7 +253,7 @@ AS_MANY = "The ranks have unequally many training batches: "
     ("kind", "counts", "said"),
     [
         ("sized", (3, 6), "rank 0 has 3, rank 1 has 6. Give all as many, by Trainer(limit_"),
-        ("list", (6, 3), "rank 0 has 6, rank 1 has 3."),
+        ("list", (6, 3), "rank 0 has at least 4, rank 1 has 3."),
         ("sized", (0, 6), "rank 0 has 0, rank 1 has 6. Give all as many, by drop_last"),
         ("stream", (2, 4), "rank 0 has 2, rank 1 has at least 3."),
         ("stream", (4, 0), "rank 0 has at least 1, rank 1 has 0."),

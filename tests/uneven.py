@@ -84,7 +84,10 @@ def make_loader(kind: str, rank: int, count: int) -> Any:
     batches = [[batch] for batch in data.reshape(-1, SIZE, 5)]
     if kind == "pair":
         return {"one": Batches(batches), "other": Batches(batches)}
-    return Lying(batches) if kind == "lying" else Batches(batches)
+    if kind == "cycled":
+        return {"one": Batches(batches[: 1 + rank]), "other": Batches(batches)}
+    lies = kind == "lying" or (kind == "estimated" and rank == 1)
+    return Lying(batches) if lies else Batches(batches)
 
 
 def make_model(kind: type[Model] = Model, **kwargs: Any) -> Model:

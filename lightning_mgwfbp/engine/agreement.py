@@ -124,6 +124,8 @@ def _items(value: object) -> dict[str, object] | None:
         return {f"[{key!r}]": part for key, part in value.items()}
     if isinstance(value, np.ndarray):
         value = value.tolist()
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)  # whose own order is each process's
     if isinstance(value, list | tuple):
         return {f"[{index}]": part for index, part in enumerate(value)}
     return None

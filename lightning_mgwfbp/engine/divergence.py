@@ -15,6 +15,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from lightning_mgwfbp.engine.errors import exchange_errors
 from lightning_mgwfbp.engine.fingerprint import fingerprint
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.plan.records import counted
@@ -69,9 +70,10 @@ class DivergenceWatch:
         home = self._named[0][1].device
         prints = torch.stack([fingerprint(p).to(home) for _, p in self._named])  # (N,)
         whole = int(fingerprint(prints))
-        if len(set(self._transport.all_gather_object(whole, key="divergence"))) == 1:
-            return
-        everyone = self._transport.all_gather_object(prints.tolist(), key="divergence_prints")
+        with exchange_errors(self._transport.rank, "what stands for all weights"):
+            if len(set(self._transport.all_gather_object(whole, key="divergence"))) == 1:
+                return
+            everyone = self._transport.all_gather_object(prints.tolist(), key="divergence_prints")
         by_parameter = list(zip(*everyone, strict=True))  # (N,) of (ranks,)
         differing = [i for i, values in enumerate(by_parameter) if len(set(values)) > 1]
         first = differing[0]

@@ -20,7 +20,7 @@ class ExchangeError(RuntimeError):
 @contextmanager
 def exchange_errors(rank: int, what: str) -> Iterator[None]:
     """Raise an ExchangeError that names this rank and `what` in the place of a transport's own."""
-    RollCall.doing = what
+    outer, RollCall.doing = RollCall.doing, what
     try:
         yield
     except RuntimeError as error:
@@ -29,7 +29,7 @@ def exchange_errors(rank: int, what: str) -> Iterator[None]:
         trouble = f"Rank {rank}: exchanging {what} failed: {_words(error)}"
         raise ExchangeError(f"{trouble}. {_advice(f'exchanging {what}')}") from error
     finally:
-        RollCall.doing = ""
+        RollCall.doing = outer
 
 
 def explain(error: BaseException) -> None:
@@ -40,7 +40,8 @@ def explain(error: BaseException) -> None:
     if isinstance(error, RuntimeError) and _is_from_network(error):
         error.args = (f"{_words(error)}. {_advice('in a collective outside of any exchange')}",)
     elif present := RollCall.present():
-        present.tell(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        first_line = str(error).partition("\n")[0]
+        present.tell(": ".join(filter(None, (type(error).__name__, first_line))))
 
 
 def require_presence() -> None:

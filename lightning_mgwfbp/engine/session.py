@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -89,17 +89,24 @@ class Session:
         except ValueError:
             exchanger.close()  # it may have a transport of its own
             raise
-        self._roll_call = RollCall.opened(transport.world_size)
-        self.warmup = WarmUp(model, named, transport, self.reducer, settings, module)
         every = settings.detect_divergence_every_n_steps
         self._watch = None if every is None else DivergenceWatch(named, transport, every)
         self._cross_iteration: CrossIteration | None = None
-        if defers:
-            assert module is not None
-            (optimizer,) = optimizers
-            self._cross_iteration = CrossIteration(
-                module, self.reducer, [p for _, p in named], GroupedStep(optimizer)
-            )
+        with ExitStack() as opened:  # which an error closes, too
+            opened.callback(self.reducer.close)
+            self.roll_call = RollCall.opened(transport)
+            if self.roll_call is not None:
+                opened.callback(self.roll_call.close)
+            if defers:
+                assert module is not None
+                (optimizer,) = optimizers
+                self._cross_iteration = CrossIteration(
+                    module, self.reducer, [p for _, p in named], GroupedStep(optimizer)
+                )
+                opened.callback(self._cross_iteration.close)
+            self.warmup = WarmUp(model, named, transport, self.reducer, settings, module)
+            opened.callback(self.warmup.stop)
+            self._opened = opened.pop_all()
 
     @property
     def plan(self) -> MergePlan | None:
@@ -210,12 +217,7 @@ class Session:
 
     def close(self) -> None:
         """Remove all hooks, and wait for what is still on its way."""
-        self.warmup.stop()
-        if self._cross_iteration is not None:
-            self._cross_iteration.close()
-        self.reducer.close()
-        if self._roll_call is not None:
-            self._roll_call.close()
+        self._opened.close()
 
     def _circumstances(self) -> dict[str, str]:
         return {

@@ -22,6 +22,8 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_mgwfbp.exchange.transport import Transport
+
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 2.5
 _STORE_SECONDS = 1.0  # for the store's own answers, beyond that
@@ -36,6 +38,7 @@ class RollCall:
     Args:
         store: torch.distributed's.
         rank, world_size: in the default process group.
+        number: of the training; in one store there may be several, one after another.
 
     Attributes:
         end_is_wanted: whether a rank has asked rank 0 to end the training.
@@ -47,12 +50,12 @@ class RollCall:
 
     _open: ClassVar[list[RollCall]] = []
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self._store = store
+    def __init__(self, store: dist.Store, rank: int, world_size: int, number: int) -> None:
+        self._default_store = store
+        # a connection of its own: the other may be waited on
+        self._store = store.clone()  # type: ignore[attr-defined]
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
-        # in one store there may be trainings one after another: the same number on all ranks
-        number = store.add(f"lightning_mgwfbp/trainings of rank {rank}", 1)
         self._prefix = f"lightning_mgwfbp/roll of training {number}"
         self._says = ""  # in the place of what it is doing
         self._heard = ""  # why another rank has ended
@@ -62,15 +65,20 @@ class RollCall:
         self._write(0)
         self._closed = threading.Event()
         self._listener = _in_background(self._listen)
-        atexit.register(self.close)
         self._open.append(self)
 
     @classmethod
-    def opened(cls, world_size: int) -> RollCall | None:
-        """The roll of `world_size` ranks, or None if they are not torch.distributed's."""
-        if not dist.is_initialized() or world_size != dist.get_world_size():
+    def opened(cls, transport: Transport) -> RollCall | None:
+        """The roll of the ranks of `transport`, or None if they are not torch.distributed's.
+
+        Collective.
+        """
+        if not dist.is_initialized() or transport.world_size != dist.get_world_size():
             return None
-        return cls(_get_default_store(), dist.get_rank(), world_size)
+        store = _get_default_store()
+        number = store.add("lightning_mgwfbp/trainings", 1) if transport.rank == 0 else 0
+        number = transport.broadcast_object(number, 0, key="roll call")
+        return cls(store, dist.get_rank(), transport.world_size, number)
 
     @classmethod
     def present(cls) -> RollCall | None:
@@ -137,7 +145,6 @@ class RollCall:
 
     def close(self) -> None:
         """Listen no more."""
-        atexit.unregister(self.close)
         self._closed.set()
         self._listener.join(_STORE_SECONDS)  # it may never come back from a store cut off
         if self in self._open:
@@ -168,7 +175,11 @@ class RollCall:
         deadline = time.monotonic() + _ANSWER_SECONDS
         while silent and time.monotonic() < deadline:
             for rank in list(silent):
-                answered, host, words = json.loads(self._store.get(self._key(rank)))
+                record = self._told(str(rank))
+                if not record:  # it has not come so far
+                    silent[rank] = f"Rank {rank}"
+                    continue
+                answered, host, words = json.loads(record)
                 silent[rank] = f"Rank {rank} (on {host})"
                 if answered >= call or words.startswith(_LAST_WORDS):
                     says[silent.pop(rank)] = words
@@ -190,10 +201,16 @@ class RollCall:
 
     def _is_current(self) -> bool:
         """Whether the process group is still the one whose store this is; not all users close."""
-        return dist.is_initialized() and _get_default_store() is self._store
+        return dist.is_initialized() and _get_default_store() is self._default_store
 
     def _without_store(self) -> str:
         return self._heard or f"Rank 0, or the host that keeps its store, {_SILENT}"
+
+
+@atexit.register
+def _close_all() -> None:
+    for roll in list(RollCall._open):
+        roll.close()
 
 
 def _within(limit_seconds: float, call: Callable[[], None]) -> bool:

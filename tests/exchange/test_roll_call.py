@@ -10,12 +10,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from lightning_mgwfbp.exchange.roll_call import RollCall
+from lightning_mgwfbp.exchange.torch_transport import TorchTransport
+from lightning_mgwfbp.exchange.transport import LoopbackTransport
 
 SILENT = "was killed, is stopped, or cannot be reached"
 
 
 def opened() -> RollCall:
-    roll = RollCall.opened(dist.get_world_size())
+    roll = RollCall.opened(TorchTransport.world())
     assert roll is not None
     assert RollCall.present() is roll
     return roll
@@ -41,6 +43,26 @@ def test_who_does_not_answer_is_named() -> None:
     assert missing == why
     assert missing.startswith("Rank 2 (on ")
     assert missing.endswith(SILENT)
+
+
+def rank_1_does_not_come(rank: int) -> str:
+    """What rank 0 hears while rank 1 has not opened its own; where the store is, all are alive."""
+    transport = TorchTransport.world()
+    if rank == 1:
+        number = transport.broadcast_object(0, 0, key="roll call")
+        assert number == 1
+        dist.barrier()
+        return ""
+    roll = opened()
+    missing = roll.missing()
+    roll.close()
+    dist.barrier()
+    return missing
+
+
+def test_a_rank_that_has_not_come_so_far_is_named() -> None:
+    """Asking for what such a rank has never written waits for ever, or blames the store."""
+    assert run_ranks(rank_1_does_not_come)[0] == f"Rank 1 {SILENT}"
 
 
 def twice(rank: int) -> list[str]:
@@ -82,11 +104,14 @@ class CutOff:
     def set(self, key: str, value: str) -> None:
         self.add(key, 0)
 
+    def clone(self) -> CutOff:
+        return self
+
 
 def test_a_store_that_never_answers() -> None:
     """It holds up the rank that asks."""
     store = CutOff()
-    roll = RollCall(store, 1, 2)  # type: ignore[arg-type]
+    roll = RollCall(store, 1, 2, 1)  # type: ignore[arg-type]
     store.is_cut = True
     begin = time.monotonic()
     assert roll.missing() == f"Rank 0, or the host that keeps its store, {SILENT}"
@@ -97,4 +122,4 @@ def test_a_store_that_never_answers() -> None:
 
 def test_only_where_torch_distributed_knows_the_ranks() -> None:
     """Horovod's own, and one process, have no store."""
-    assert RollCall.opened(1) is None
+    assert RollCall.opened(LoopbackTransport.solo()) is None
