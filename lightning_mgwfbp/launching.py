@@ -44,8 +44,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
             self._call_children_scripts()
+            name = "lightning_mgwfbp children"
             threading.Thread(
-                target=_end_with_children, args=(self.procs,), name="children", daemon=True
+                target=_end_with_children, args=(self.procs,), name=name, daemon=True
             ).start()
             atexit.register(self._end_children)
         _set_num_threads_if_needed(num_processes=self.num_processes)

@@ -164,7 +164,7 @@ class UnevenInputs:
         return torch.zeros((), device=self._trainer.strategy.root_device, requires_grad=True)
 
     def close(self) -> None:
-        """Take loaders for what they are again."""
+        """End counting: wrapped loaders are plain ones from then on."""
         if self._counts is not None:
             self._counts.close()
 

@@ -159,6 +159,7 @@ class Training:
         before, left = self._gradients(), self.left
         given = [self._backward(b, poisoned=step.poisoned) for b in step.backwards]
         self.reducer.synchronize()
+        self.reducer.stepped()
         after = self._gradients()
         frozen.requires_grad_(True)
         if step.poisoned >= 0 and any(b.used[step.poisoned] for b in step.backwards):

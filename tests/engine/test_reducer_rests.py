@@ -138,6 +138,7 @@ def test_every_dtype(compressor: Compressor) -> None:
             given[n] = given[n] + gradient
             (p * gradient.conj()).sum().real.backward()
         reducer.synchronize()
+        reducer.stepped()
         for n, p in model.items():
             assert p.grad.dtype == p.dtype
             sent[n] = sent[n] + 2 * p.grad.to(torch.promote_types(p.dtype, torch.float32))
