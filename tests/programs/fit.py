@@ -6,6 +6,7 @@ python fit.py '{"strategy": {...}, "trainer": {...}, "save_dir": "...", "raises"
 
 import json
 import os
+import signal
 import sys
 from datetime import timedelta
 
@@ -79,6 +80,8 @@ def report(trainer: pl.Trainer, model: pl.LightningModule) -> None:
 
 
 def main() -> None:
+    # shells start what runs in the background with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     pl.seed_everything(1, verbose=False)
     model = Line()
     report(fit(model, json.loads(sys.argv[1])), model)
