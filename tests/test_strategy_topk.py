@@ -214,7 +214,7 @@ def test_density_follows_the_epoch(schedule: Any) -> None:
 def _clip_locally(rank: int) -> tuple[dict[str, Tensor], list[str]]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_mgwfbp.strategy.rank_zero_info", said.append)
+        patch.setattr("lightning_mgwfbp.fit_session.rank_zero_info", said.append)
         compressor = TopK(0.1, local_clip_norm=0.05, dense_below_numel=0)
         result = train(rank, "mgwfbp", strategy_kwargs=sparse(compressor), steps=8)
     norms = [torch.stack([g.norm() for g in r.values()]).norm() for r in result["gradients"]]
