@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
@@ -173,10 +173,18 @@ class EvenLoader:
 
 def exact_length(loader: object) -> int | None:
     """How many batches it has; None: they may be others than it says."""
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return None
-    is_plain = type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in _EXACT
-    return len(loader) if is_plain else None
+    if is_plain(loader) and type(loader.sampler) in _EXACT:
+        return len(loader)
+    return None
+
+
+def is_plain(loader: object) -> TypeGuard[DataLoader[Any]]:
+    """Whether its sampler alone decides how many batches it has."""
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and type(loader.batch_sampler) is BatchSampler
+    )
 
 
 def _is_fetching() -> bool:

@@ -20,11 +20,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.optim import LBFGS
 from torch.utils import _pytree as pytree
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from lightning_mgwfbp.batch_counts import BatchCounts
 from lightning_mgwfbp.engine.agreement import require_success
-from lightning_mgwfbp.even_loader import EvenLoader
+from lightning_mgwfbp.even_loader import EvenLoader, is_plain
 from lightning_mgwfbp.exchange.transport import Transport
 
 OnUneven = Literal["error", "join"]
@@ -217,13 +217,12 @@ def _fixed_length(loader: object) -> int | None:
 
     A DistributedSampler, Lightning's own or the user's, keeps to a length set once for all.
     """
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+    if not is_plain(loader):
         return None
     sampler = loader.sampler
     keeps_it = (
         isinstance(sampler, DistributedSampler)
         and type(sampler).__len__ is DistributedSampler.__len__
-        and type(loader.batch_sampler) is BatchSampler
     )
     return len(loader) if keeps_it else None
 
