@@ -14,12 +14,11 @@ from lightning_mgwfbp.exchange.buckets import real_dtype
 from lightning_mgwfbp.exchange.compressors import Cast, Compressor
 from lightning_mgwfbp.exchange.methods import ExchangeMethod
 from lightning_mgwfbp.exchange.power_sgd import PowerSGD
-from lightning_mgwfbp.exchange.transport import Transport
+from lightning_mgwfbp.exchange.transport import Halves, Transport
 from lightning_mgwfbp.measure.collectives import (
     time_all_gather,
-    time_all_gather_in_place,
     time_all_reduce,
-    time_reduce_scatter,
+    time_half,
 )
 from lightning_mgwfbp.measure.compression import time_compression
 from lightning_mgwfbp.plan import (
@@ -118,6 +117,7 @@ def exchange_cost(
 
 
 def halves_cost(
+    halves: Halves,
     transport: Transport,
     carried: Sequence[Tensor],
     method: ExchangeMethod | None,
@@ -135,9 +135,14 @@ def halves_cost(
     beside = _is_beside_computation(device, busy_fraction)
     scatter, gather = (
         time_half(
-            transport, largest_nbytes=nbytes, dtype=dtype, device=device, beside_computation=beside
+            transport,
+            half,
+            largest_nbytes=nbytes,
+            dtype=dtype,
+            device=device,
+            beside_computation=beside,
         )
-        for time_half in (time_reduce_scatter, time_all_gather_in_place)
+        for half in (halves.reduce_scatter, halves.all_gather)
     )
     return HalvesCost(Table(scatter), Table(gather), itemsize)
 

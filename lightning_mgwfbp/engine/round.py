@@ -79,7 +79,7 @@ class Round:
         """
         assert self._taken is not None
         bucket = self._layout.buckets[self.launched]
-        bucket.pack(*self._taken, notice, again)
+        bucket.pack(*self._taken, notice, again, share=self._exchanger.share)
         self._taken = None  # the gradients' memory is free from here on
         with exchange_errors(self._rank, self._layout.descriptions[self.launched]):
             exchange = self._exchanger.start(

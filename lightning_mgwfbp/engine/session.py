@@ -69,7 +69,8 @@ class Session:
         method, defers = settings.compressor, settings.schedule == "cross_iteration"
         if defers:
             assert isinstance(method, Cast | None)
-            exchanger: Exchanger = DecoupledExchanger(transport, transport.sibling(), method)
+            halves = transport.halves(named[0][1].device)
+            exchanger: Exchanger = DecoupledExchanger(transport, halves, method)
         else:
             exchanger = make_exchanger(method, transport)
         if gradient_scale is not None:

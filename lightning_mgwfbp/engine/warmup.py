@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
 from lightning_mgwfbp.engine import measured_costs, tuner
 from lightning_mgwfbp.engine.options import Settings
 from lightning_mgwfbp.engine.reducer import Reducer
+from lightning_mgwfbp.exchange.decoupled import DecoupledExchanger
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.measure.backward import BackwardProfiler
 from lightning_mgwfbp.measure.forward import ForwardProfiler
@@ -205,9 +207,10 @@ class WarmUp:
 
     def _measure_cost(self, carried: list[Tensor], link: AlphaBeta, busy_fraction: float) -> Cost:
         method, is_given = self._settings.compressor, self._settings.link is not None
+        exchanger = self._reducer.exchanger
         measure = measured_costs.exchange_cost
-        if self._settings.schedule == "cross_iteration":
-            measure = measured_costs.halves_cost
+        if isinstance(exchanger, DecoupledExchanger):
+            measure = partial(measured_costs.halves_cost, exchanger.halves)
         return measure(self._transport, carried, method, link, busy_fraction, is_given=is_given)
 
 

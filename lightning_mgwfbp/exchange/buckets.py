@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_LARGE_NUMEL = 2**14  # of a tensor
+
 
 class Bucket:
     """Flat buffer, (sum of numels + number of parameters + 1,), and how gradients lie in it.
@@ -45,6 +47,7 @@ class Bucket:
         self._views: list[Tensor] = []
         self._used: Sequence[bool] = ()
         self._complete = False
+        self._share = 1.0
         self._again = False
 
     @property
@@ -93,14 +96,17 @@ class Bucket:
         used: Sequence[bool],
         notice: bool = False,
         again: bool = False,
+        *,
+        share: float = 1.0,
     ) -> None:
-        """Write each parameter's gradient, zeros for None, and the tail.
+        """Write each parameter's gradient, zeros for None, and the tail, all times `share`.
 
         Args:
             gradients: one for each parameter, of its shape and dtype.
             used: this rank's usage flag for each parameter.
             notice: this rank's part of the value behind the usage flags.
             again: likewise; where all ranks agree on it, it makes no difference.
+            share: what the exchanger will want, as in `scale_to`; it is sooner done here.
         """
         self._let_go_of_held_views()
         self._views = self.as_gradients(self.data)
@@ -112,6 +118,8 @@ class Bucket:
         self._complete = all(used)
         if not self._complete:
             tail[:-1] = torch.tensor(used, dtype=tail.dtype)
+        tail.mul_(share)
+        self._share = share
         views, given = self._views, [g for g in gradients if g is not None]
         if len(given) < len(gradients):
             pairs = list(zip(views, gradients, strict=True))
@@ -120,7 +128,13 @@ class Bucket:
         if given:
             if given[0].is_complex():
                 given = [g.resolve_conj() for g in given]  # a lazy conjugate must not be sent
-            torch._foreach_copy_(views, given)
+            self._write(views, given, share)
+
+    def scale_to(self, share: float) -> None:
+        """Have the buffer hold `share` times what was packed, if it does not yet."""
+        if share != self._share:
+            self.buffer.mul_(share / self._share)
+            self._share = share
 
     def gradients(self) -> list[Tensor]:
         """Hand out one view for each parameter, of its shape and dtype; once after each `pack`.
@@ -147,6 +161,18 @@ class Bucket:
             return None if mean < 0 else mean > 0
         # in a narrow dtype the mean of many ranks' -1 is a little off
         return None if mean > -0.75 else mean < -1 - torch.finfo(self.tail.dtype).eps
+
+    def _write(self, views: list[Tensor], given: list[Tensor], share: float) -> None:
+        # A pass over memory less, but twice the time for each tensor. (Of complex numbers a product
+        # is more than that of their parts.)
+        in_one_pass = self._numel > _LARGE_NUMEL * len(self.parameters)
+        if share != 1 and in_one_pass and not given[0].is_complex():
+            for view, gradient in zip(views, given, strict=True):
+                torch.mul(gradient, share, out=view)
+        else:
+            torch._foreach_copy_(views, given)
+            if share != 1:
+                self.data.mul_(share)
 
     def _let_go_of_held_views(self) -> None:
         # the buffer itself and the handle that asks make two

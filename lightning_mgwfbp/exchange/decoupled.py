@@ -39,7 +39,7 @@ from lightning_mgwfbp.exchange.buckets import Bucket
 from lightning_mgwfbp.exchange.compressors.cast import Cast
 from lightning_mgwfbp.exchange.exchangers import Exchanger
 from lightning_mgwfbp.exchange.relay import Relay
-from lightning_mgwfbp.exchange.transport import Pending, Transport
+from lightning_mgwfbp.exchange.transport import Halves, Pending, Transport
 
 _DEFAULT_PIECE_NBYTES = 2**19  # on the wire, where no plan says: good on all links above
 
@@ -48,14 +48,15 @@ class DecoupledExchanger(Exchanger):
     """Averages buckets by reduce-scatters and, in the background, all-gathers.
 
     Args:
-        scatter: carries reduce-scatters, and whatever else is exchanged.
-        gather: carries all-gathers and nothing else; closed with the exchanger.
+        transport: carries whatever else is exchanged.
+        halves: carries reduce-scatters and all-gathers; closed with the exchanger.
         cast: the wire format, or None.
     """
 
-    def __init__(self, scatter: Transport, gather: Transport, cast: Cast | None = None) -> None:
-        super().__init__(scatter)
-        self._gather = gather
+    def __init__(self, transport: Transport, halves: Halves, cast: Cast | None = None) -> None:
+        super().__init__(transport)
+        self.share = 1.0 / transport.world_size
+        self.halves = halves
         self._cast = cast
         self._buckets: list[Bucket] = []
         self._pieces: list[int] = []  # of each bucket
@@ -89,8 +90,8 @@ class DecoupledExchanger(Exchanger):
             self._exchanges.clear()
         number = len(self._exchanges)
         assert bucket is self._buckets[number], "buckets are started in order, once per round"
+        bucket.scale_to(self.share)
         padded = bucket.padded
-        padded.mul_(1.0 / self.transport.world_size)
         wire = padded if self._cast is None else self._cast.narrowed(padded)
         pieces = wire.view(self._pieces[number], self.transport.world_size, -1)
         exchange = DecoupledExchange(self, bucket, pieces, key)
@@ -107,7 +108,7 @@ class DecoupledExchanger(Exchanger):
 
     def close(self) -> None:
         self._stop()
-        self._gather.close()
+        self.halves.close()
 
     @property
     def is_started(self) -> bool:
@@ -116,7 +117,7 @@ class DecoupledExchanger(Exchanger):
 
     def _launch_all_gather(self, turn: int) -> Pending:
         owner, piece = self._gathers[turn]
-        return self._exchanges[owner].all_gather(piece, self._gather)
+        return self._exchanges[owner].all_gather(piece)
 
     def _default_pieces(self, bucket: Bucket) -> int:
         dtype = bucket.buffer.dtype
@@ -180,22 +181,17 @@ class DecoupledExchange:
 
     def reduce_scatter(self, number: int) -> Pending:
         """Launch a piece's first half."""
-        transport, piece = self._owner.transport, self._piece(number)
-        key = f"{self._key}, piece {number}"
-        return transport.reduce_scatter(piece[transport.rank], piece, key=key)
+        return self._owner.halves.reduce_scatter(self._piece(number), key=self._key_of(number))
 
-    def all_gather(self, number: int, transport: Transport) -> Pending:
+    def all_gather(self, number: int) -> Pending:
         """Launch a piece's second half."""
-        pending = self._launch_all_gather(number, transport)
+        pending = _Shared(
+            self._owner.halves.all_gather(self._piece(number), key=self._key_of(number))
+        )
         self._gathers.append(pending)
         if len(self._gathers) == self._count:
             self._ended.set()  # and no view is held here any more, which would cost new memory
         return pending
-
-    def _launch_all_gather(self, number: int, transport: Transport) -> Pending:
-        piece = self._piece(number)
-        key = f"{self._key}, piece {number}"
-        return transport.all_gather(piece, piece[transport.rank], key=key)
 
     def fail(self, error: BaseException) -> None:
         """Have `finish` raise `error`, unless all is launched already."""
@@ -213,3 +209,20 @@ class DecoupledExchange:
     def _piece(self, number: int) -> Tensor:  # (world_size, shard)
         assert self._pieces is not None
         return self._pieces[number]
+
+    def _key_of(self, number: int) -> str:
+        return f"{self._key}, piece {number}"
+
+
+class _Shared:
+    """A message that several threads wait for: here the relay's, and that which finishes."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending: Pending | None = pending
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._pending is not None:
+                self._pending.wait()
+                self._pending = None  # it keeps the bucket's memory

@@ -1,7 +1,8 @@
 """Bucket in, averaged bucket out, asynchronously. Nobody above exchangers divides by world_size.
 
 The factor 1/P is applied before the sum, as DistributedDataParallel does: two ranks then get its
-bits, and a narrow wire format cannot overflow in the sum.
+bits, and a narrow wire format cannot overflow in the sum. Where whole gradients are summed, it is
+applied as they are packed: one pass over memory less.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ class Exchanger(ABC):
     makes it valid, or drops it where the averages of this step are not finite.
 
     Attributes:
+        share: what buckets are best packed with, `Bucket.pack(share=...)`.
         gradient_scale: says what the gradients are multiplied by (a GradScaler's loss scale).
         epoch: of the training, for schedules.
     """
 
+    share: float = 1.0
     gradient_scale: Callable[[], float] = staticmethod(lambda: 1.0)
     epoch: int = 0
 
@@ -113,11 +116,12 @@ class DenseExchanger(Exchanger):
 
     def __init__(self, transport: Transport, cast: Cast | None = None) -> None:
         super().__init__(transport)
+        self.share = 1.0 / transport.world_size
         self._cast = cast
 
     def start(self, bucket: Bucket, *, key: str, density: float | None = None) -> Exchange:
+        bucket.scale_to(self.share)
         buffer = bucket.buffer
-        buffer.mul_(1.0 / self.transport.world_size)
         wire = buffer if self._cast is None else self._cast.narrowed(buffer)
         return _DenseExchange(buffer, wire, self.transport.all_reduce(wire, key=key))
 

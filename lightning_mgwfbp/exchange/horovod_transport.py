@@ -92,7 +92,6 @@ class HorovodTransport:
                 ' (Within Lightning `strategy="mgwfbp_horovod"` needs no launcher.)'
             )
         self._timeout_seconds = timeout.total_seconds()
-        self._scratch = Scratch()
         self.rank: int = self._hvd.rank()
         self.world_size: int = self._hvd.size()
         self._stops_horovod = False
@@ -117,10 +116,10 @@ class HorovodTransport:
         hvd = self._hvd
         return self._start(hvd.allreduce_async_, _summable(buffer), buffer, key, op=hvd.Sum)
 
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
-        received = self._scratch.take(buffer)
-        work = self._start(self._hvd.alltoall_async, _bytes_of(buffer), _bytes_of(received), key)
-        return SumOfRows(work, output, received.unbind(), received, self._scratch)
+    def all_to_all(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
+        """Start to fill row r of `output`, (world_size, numel), with this rank's row of rank r's
+        `buffer`."""
+        return self._start(self._hvd.alltoall_async, _bytes_of(buffer), _bytes_of(output), key)
 
     def all_gather(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
         return self._start(self._hvd.allgather_async, _bytes_of(buffer), _bytes_of(output), key)
@@ -154,8 +153,8 @@ class HorovodTransport:
     def barrier(self, *, key: str) -> None:
         self.all_reduce(torch.zeros(1), key=f"{key} barrier").wait()
 
-    def sibling(self) -> HorovodTransport:
-        return HorovodTransport(timedelta(seconds=self._timeout_seconds))
+    def halves(self, device: torch.device) -> HorovodHalves:
+        return HorovodHalves(self)
 
     def close(self) -> None:
         if self._stops_horovod:
@@ -168,6 +167,27 @@ class HorovodTransport:
         with _explained(name):
             handle = collective(sent, name=name, **options)
         return _Collective(self._hvd, handle, target, name, self._timeout_seconds)
+
+
+class HorovodHalves:
+    """Both halves, which Horovod tells apart by their names, over `transport`."""
+
+    def __init__(self, transport: HorovodTransport) -> None:
+        self._transport = transport
+        self._scratch = Scratch()
+
+    def reduce_scatter(self, rows: Tensor, *, key: str) -> Pending:
+        received, own = self._scratch.take(rows), self._transport.rank
+        work = self._transport.all_to_all(received, rows, key=key)
+        sources = list(received)
+        sources[own] = rows[own]
+        return SumOfRows(work, sources, own, received, self._scratch)
+
+    def all_gather(self, rows: Tensor, *, key: str) -> Pending:
+        return self._transport.all_gather(rows, rows[self._transport.rank], key=key)
+
+    def close(self) -> None:
+        return
 
 
 class _Collective:

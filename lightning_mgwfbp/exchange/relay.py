@@ -1,8 +1,10 @@
 """`Relay`: a thread between the two halves of decoupled exchanges.
 
 All-gathers have one order, the same on all ranks. The next one goes when its own reduce-scatter is
-done and no other is under way here, for what became ready later is as a rule used earlier, and so
-the more urgent. When that is, each rank decides for itself, at the moment.
+done and few others are under way here; when that is, each rank decides for itself, at the moment.
+So a reduce-scatter, which backward launches as soon as it can, finds little before it on the link.
+(Were none sent while a reduce-scatter is under way, the link would idle wherever one rank is ahead
+of another in backward: its reduce-scatters are under way, but the other's are not yet.)
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 
 from lightning_mgwfbp.exchange.transport import Pending, in_background
 
-# Enough to keep the link busy, and soon out of the way of a reduce-scatter.
+# Enough to keep the link busy, and soon out of a reduce-scatter's way.
 _MOST_UNDER_WAY = 2
 _LEAVE_SECONDS = 5.0  # other ranks may wait for this one to be gone
 
@@ -92,18 +94,14 @@ class Relay:
         done = 0  # reduce-scatters, as many as all-gathers in all
         under_way: deque[Pending] = deque()  # all-gathers
         for turn, needed in enumerate(self._needed):
-            while done < needed or (done < len(self._needed) and self._must_give_way(under_way)):
+            while done < needed:
                 if not self._wait_for_next():
                     return False
                 done += 1
+            if len(under_way) == _MOST_UNDER_WAY:
+                under_way.popleft().wait()
             under_way.append(self._launch(turn))
         return True
-
-    def _must_give_way(self, under_way: deque[Pending]) -> bool:
-        """Wait until few all-gathers are under way; return whether a reduce-scatter is by then."""
-        while self._scattered.empty() and len(under_way) >= _MOST_UNDER_WAY:
-            under_way.popleft().wait()
-        return not self._scattered.empty()
 
     def _wait_for_next(self) -> bool:
         pending = self._scattered.get()  # let go of on return: it keeps the bucket's memory

@@ -1,4 +1,4 @@
-"""`SumOfRows`: the second part of a reduce-scatter that is an all-to-all and a sum.
+"""`SumOfRows`: the second part of a reduce-scatter that is an exchange of rows and a sum.
 
 On CPUs that is better than the libraries' own: gloo's in torch moves as many bytes as an
 all-reduce, and Horovod's now and then leaves the third of three ranks out of a half of the sums.
@@ -16,27 +16,22 @@ from lightning_mgwfbp.exchange.transport import Pending
 
 
 class SumOfRows:
-    """Sums `rows`, each (numel,), into `output` once they have come.
+    """Once all rows have come, replaces this rank's by the sum of all, in the order of ranks.
 
     Args:
-        work: brings them.
-        output: (numel,); may be one of the first two.
-        rows: of all ranks, in their order.
-        received: the part of them that is to be given back.
+        work: brings the others.
+        rows: of all ranks, each (numel,); the first may be overwritten.
+        rank: this one's.
+        received: the memory of the others, which is to be given back.
         scratch: to whom.
     """
 
     def __init__(
-        self,
-        work: Pending,
-        output: Tensor,
-        rows: Sequence[Tensor],
-        received: Tensor,
-        scratch: Scratch,
+        self, work: Pending, rows: Sequence[Tensor], rank: int, received: Tensor, scratch: Scratch
     ) -> None:
         self._work = work
-        self._output = output
         self._rows = rows
+        self._rank = rank
         self._received: Tensor | None = received
         self._scratch = scratch
 
@@ -46,10 +41,8 @@ class SumOfRows:
         if received is None:  # waited for before
             return
         rows, self._rows = self._rows, ()
-        if len(rows) == 1:
-            self._output.copy_(rows[0])
-        else:
-            torch.add(rows[0], rows[1], out=self._output)
-        for row in rows[2:]:
-            self._output.add_(row)
+        total = rows[0]
+        for other, row in enumerate(rows[1:], start=1):
+            # into the own row from its turn on, and no sooner: it is to be added yet
+            total = torch.add(total, row, out=rows[self._rank if other >= self._rank else 0])
         self._scratch.give_back(received)

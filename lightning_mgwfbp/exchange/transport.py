@@ -50,10 +50,6 @@ class Transport(Protocol):
         """Start to fill `output`, (world_size, numel), with every rank's `buffer`, (numel,), which
         may be this rank's row of `output`."""
 
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
-        """Start to fill `output`, (numel,), with the sum over all ranks of this rank's row of
-        `buffer`, (world_size, numel), whose memory it may be."""
-
     def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:
         """Start to replace `buffer`, of any shape, by rank `root`'s."""
 
@@ -69,14 +65,32 @@ class Transport(Protocol):
     def barrier(self, *, key: str) -> None:
         """Return once every rank has called it."""
 
-    def sibling(self) -> Transport:
-        """Return another transport over the same ranks, whose calls have an order of their own.
+    def halves(self, device: torch.device) -> Halves:
+        """Return what exchanges tensors on `device` in two halves, over the same ranks.
 
-        Collective. To be closed for itself.
+        Collective. To be closed for itself, and before the transport.
         """
 
     def close(self) -> None:
         """Give back what the transport opened."""
+
+
+class Halves(Protocol):
+    """The two halves of all-reduces, each called by all ranks in the same order.
+
+    The order of one half says nothing of the other's, and each may be called by a thread of its
+    own. Both work in place, on `rows`, (world_size, numel), of which rank r owns row r.
+    """
+
+    def reduce_scatter(self, rows: Tensor, *, key: str) -> Pending:
+        """Start to replace this rank's row by its sum over all ranks; the others keep what they
+        hold."""
+
+    def all_gather(self, rows: Tensor, *, key: str) -> Pending:
+        """Start to replace all other rows by what their owners have there."""
+
+    def close(self) -> None:
+        """Give back what was opened for them."""
 
 
 class _Done:
@@ -140,10 +154,6 @@ class LoopbackTransport:
         output.copy_(self._hub.meet(self.rank, key, buffer, gather))
         return _Done()
 
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
-        output.copy_(self._hub.meet(self.rank, key, buffer, _total)[self.rank])
-        return _Done()
-
     def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:
         buffer.copy_(self._hub.meet(self.rank, key, buffer, lambda parts: parts[root].clone()))
         return _Done()
@@ -162,12 +172,41 @@ class LoopbackTransport:
     def barrier(self, *, key: str) -> None:
         self._hub.meet(self.rank, key, None, list)
 
-    def sibling(self) -> LoopbackTransport:
+    def halves(self, device: torch.device) -> LoopbackHalves:
+        return LoopbackHalves(self, self._sibling())
+
+    def close(self) -> None:
+        return
+
+    def _sibling(self) -> LoopbackTransport:
         def first(hubs: list[_Hub]) -> _Hub:
             return hubs[0]
 
         mine = _Hub(self.world_size, self._hub.timeout_seconds)
         return LoopbackTransport(self._hub.meet(self.rank, "sibling", mine, first), self.rank)
+
+
+class LoopbackHalves:
+    """Both halves among threads.
+
+    Args:
+        scatter: where they meet for reduce-scatters.
+        gather: where they meet for all-gathers.
+    """
+
+    def __init__(self, scatter: LoopbackTransport, gather: LoopbackTransport) -> None:
+        self._scatter = scatter
+        self._gather = gather
+
+    def reduce_scatter(self, rows: Tensor, *, key: str) -> Pending:
+        total = rows.clone()
+        self._scatter.all_reduce(total, key=key)
+        own = self._scatter.rank
+        rows[own].copy_(total[own])
+        return _Done()
+
+    def all_gather(self, rows: Tensor, *, key: str) -> Pending:
+        return self._gather.all_gather(rows, rows[self._gather.rank], key=key)
 
     def close(self) -> None:
         return

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,13 @@ from torch import Tensor
 from lightning_mgwfbp.exchange.transport import Pending, Transport
 
 Start = Callable[[Tensor, str], Pending]  # a message and its key
+
+
+class Half(Protocol):
+    """One of `Halves`."""
+
+    def __call__(self, rows: Tensor, *, key: str) -> Pending: ...
+
 
 _SMALLEST_NBYTES = 8
 _MOST_IN_FLIGHT = 4
@@ -89,8 +97,9 @@ def time_all_gather(
     )
 
 
-def time_reduce_scatter(
+def time_half(
     transport: Transport,
+    half: Half,
     *,
     largest_nbytes: int,
     dtype: torch.dtype = torch.float32,
@@ -98,33 +107,14 @@ def time_reduce_scatter(
     budget_seconds: float = 3.0,
     beside_computation: bool = False,
 ) -> list[tuple[float, float]]:
-    """Time reduce-scatters of pieces, by the bytes of all rows; otherwise as `time_all_reduce`."""
+    """Time pieces of one of two halves, by the bytes of all rows; otherwise as `time_all_reduce`.
+
+    Args:
+        half: `Halves.reduce_scatter` or `Halves.all_gather`, over the same ranks.
+    """
     return _time_sizes(
         transport,
-        partial(_reduce_scatter, transport),
-        largest_nbytes,
-        dtype,
-        device,
-        budget_seconds,
-        beside_computation,
-        rows=transport.world_size,
-        most_in_flight=_MOST_PIECES_IN_FLIGHT,
-    )
-
-
-def time_all_gather_in_place(
-    transport: Transport,
-    *,
-    largest_nbytes: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    budget_seconds: float = 3.0,
-    beside_computation: bool = False,
-) -> list[tuple[float, float]]:
-    """Time all-gathers of pieces; as `time_reduce_scatter`, whose other half they are."""
-    return _time_sizes(
-        transport,
-        partial(_all_gather_in_place, transport),
+        lambda message, key: half(message.view(transport.world_size, -1), key=key),
         largest_nbytes,
         dtype,
         device,
@@ -142,16 +132,6 @@ def _all_reduce(transport: Transport, message: Tensor, key: str) -> Pending:
 def _all_gather(transport: Transport, message: Tensor, key: str) -> Pending:
     output = message.new_empty((transport.world_size, message.numel()))
     return transport.all_gather(output, message, key=key)
-
-
-def _reduce_scatter(transport: Transport, message: Tensor, key: str) -> Pending:
-    rows = message.view(transport.world_size, -1)
-    return transport.reduce_scatter(rows[transport.rank], rows, key=key)
-
-
-def _all_gather_in_place(transport: Transport, message: Tensor, key: str) -> Pending:
-    rows = message.view(transport.world_size, -1)
-    return transport.all_gather(rows, rows[transport.rank], key=key)
 
 
 def _time_sizes(

@@ -39,6 +39,25 @@ def test_gradients_come_back_bit_for_bit(parameters: list[Tensor]) -> None:
     assert bucket.buffer.dtype == real_dtype(parameters[0].dtype)
 
 
+LARGE = [torch.empty(40_000), torch.empty(40_000, 1).t(), torch.empty(3)]
+
+
+@pytest.mark.parametrize("parameters", [*MIXED.values(), LARGE], ids=[*MIXED, "large"])
+@pytest.mark.parametrize("all_used", [True, False])
+def test_packing_a_share_is_packing_and_scaling(parameters: list[Tensor], all_used: bool) -> None:
+    """Gradients or flags that weigh more than others in the mean; or are scaled twice."""
+    given = [random_like(p, seed) for seed, p in enumerate(parameters)]
+    used = [all_used, *[True] * (len(given) - 1)]
+    gradients = [g if there else None for g, there in zip(given, used, strict=True)]
+    at_once, after = Bucket(parameters), Bucket(parameters)
+    at_once.pack(gradients, used, notice=True, share=1 / 3)
+    after.pack(gradients, used, notice=True)
+    for bucket in (at_once, after, after):
+        bucket.scale_to(1 / 3)
+    assert same_bits(at_once.buffer, after.buffer)
+    assert after.noticed()
+
+
 def test_strides_are_the_parameters_own() -> None:
     """Gradients of channels_last weights change their layout, which slows the optimizer down."""
     parameters = MIXED["channels_last"]

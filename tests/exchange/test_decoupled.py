@@ -19,10 +19,16 @@ from lightning_mgwfbp.exchange.compressors import Cast
 from lightning_mgwfbp.exchange.decoupled import DecoupledExchanger
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchanger
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
-from lightning_mgwfbp.exchange.transport import LoopbackTransport, Pending, Transport
+from lightning_mgwfbp.exchange.transport import (
+    LoopbackHalves,
+    LoopbackTransport,
+    Pending,
+    Transport,
+)
 
 SHAPES = ((300,), (), (7, 5), (0, 3), (4, 3, 2, 2), (1001,))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+CPU = torch.device("cpu")
 ROUNDS = 3
 PLANS = 4
 
@@ -71,7 +77,7 @@ def exchanged(exchanger: Exchanger, buckets: Sequence[Bucket]) -> Iterator[list[
 
 def both_ways(transport: Transport, cast: Cast | None, is_cut: bool) -> list[Any]:
     """What comes out of the two halves, and of all-reduces; of several plans, one after another."""
-    exchanger = DecoupledExchanger(transport, transport.sibling(), cast)
+    exchanger = DecoupledExchanger(transport, transport.halves(CPU), cast)
     results = []
     for seed in range(PLANS):
         ours, theirs = buckets_of(seed), buckets_of(seed)
@@ -132,7 +138,7 @@ def test_halves_make_a_whole(
 
 def few_numbers(transport: Transport) -> tuple[list[Any], list[bool], bool]:
     bucket = Bucket([torch.zeros(()), torch.zeros(0)])
-    exchanger = DecoupledExchanger(transport, transport.sibling())
+    exchanger = DecoupledExchanger(transport, transport.halves(CPU))
     exchanger.adopt([bucket], [2], [0, 0])
     mine = torch.tensor(float(transport.rank))
     bucket.pack([mine, None], [True, False], notice=transport.rank == 1)
@@ -150,16 +156,16 @@ def test_fewer_numbers_than_ranks() -> None:
     assert (used, noticed) == ([True, False], True)
 
 
-class Logged(LoopbackTransport):
+class Logged(LoopbackHalves):
     """One rank, alone, that logs what it all-gathers."""
 
     def __init__(self) -> None:
-        super().__init__(LoopbackTransport.solo()._hub, 0)
+        super().__init__(LoopbackTransport.solo(), LoopbackTransport.solo())
         self.keys: list[str] = []
 
-    def all_gather(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
+    def all_gather(self, rows: Tensor, *, key: str) -> Pending:
         self.keys.append(key)
-        return super().all_gather(output, buffer, key=key)
+        return super().all_gather(rows, key=key)
 
 
 def keys_of(*numbers: int) -> list[str]:
@@ -174,23 +180,23 @@ def keys_of(*numbers: int) -> list[str]:
 
 def test_all_gathers_have_their_own_order() -> None:
     """What forward uses last delays what it uses first."""
-    gather = Logged()
-    exchanger = DecoupledExchanger(LoopbackTransport.solo(), gather)
+    logged = Logged()
+    exchanger = DecoupledExchanger(LoopbackTransport.solo(), logged)
     buckets = [Bucket([torch.zeros(9)]) for _ in range(3)]
     exchanger.adopt(buckets, [1, 3, 2], [1, 2, 1, 2, 0, 1])
     list(exchanged(exchanger, buckets))
     exchanger.close()
-    assert gather.keys == keys_of(1, 2, 1, 2, 0, 1)
+    assert logged.keys == keys_of(1, 2, 1, 2, 0, 1)
 
 
 def test_pieces_are_bounded_on_the_wire_where_no_plan_says() -> None:
     """Large messages fall behind the link; a cast halves what a piece carries."""
     numbers = 5 * 2**20 // 4
     for cast, most in ((None, 11), (Cast("bfloat16"), 6)):
-        gather = Logged()
-        exchanger = DecoupledExchanger(LoopbackTransport.solo(), gather, cast)
+        logged = Logged()
+        exchanger = DecoupledExchanger(LoopbackTransport.solo(), logged, cast)
         buckets = [Bucket([torch.zeros(3)]), Bucket([torch.zeros(numbers)])]
         exchanger.adopt(buckets)
         list(exchanged(exchanger, buckets))
         exchanger.close()
-        assert gather.keys == keys_of(*[1] * most, 0)
+        assert logged.keys == keys_of(*[1] * most, 0)

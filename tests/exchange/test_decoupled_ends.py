@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -16,41 +15,50 @@ from torch import Tensor
 from lightning_mgwfbp.exchange.buckets import Bucket
 from lightning_mgwfbp.exchange.decoupled import DecoupledExchange, DecoupledExchanger
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
-from lightning_mgwfbp.exchange.transport import LoopbackTransport, Pending
+from lightning_mgwfbp.exchange.transport import Halves, LoopbackTransport, Pending, Transport
+
+CPU = torch.device("cpu")
 
 
-class Switched(LoopbackTransport):
-    """One rank, alone; what it starts is done once `switch` is set, or fails with `error`."""
+class Switch:
+    """A half of one rank, alone; it is done once the switch is set, or fails with `error`."""
 
     def __init__(self) -> None:
-        super().__init__(LoopbackTransport.solo()._hub, 0)
-        self.switch = threading.Event()
-        self.started = threading.Event()
+        self.on = threading.Event()
         self.error: Exception | None = None
 
-    def all_gather(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
-        assert output[0].data_ptr() == buffer.data_ptr()
-        return self._start()
-
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
-        return self._start()
-
     def wait(self) -> None:
-        assert self.switch.wait(30)
+        assert self.on.wait(30)
         if self.error is not None:
             raise self.error
 
-    def _start(self) -> Pending:
-        self.started.set()
-        return self
+
+class Switched:
+    """Both halves of one rank, alone."""
+
+    def __init__(self) -> None:
+        self.halves = {"scatter": Switch(), "gather": Switch()}
+
+    def reduce_scatter(self, rows: Tensor, *, key: str) -> Pending:
+        return self.halves["scatter"]
+
+    def all_gather(self, rows: Tensor, *, key: str) -> Pending:
+        return self.halves["gather"]
+
+    def switch_on(self) -> None:
+        for half in self.halves.values():
+            half.on.set()
+
+    def close(self) -> None:
+        return
 
 
 class Started:
     """Two buckets, of which the first `count` have been started."""
 
-    def __init__(self, scatter: Any, gather: Any, count: int = 2) -> None:
+    def __init__(self, transport: Transport, halves: Halves, count: int = 2) -> None:
         self.buckets = [Bucket([torch.ones(5)]), Bucket([torch.ones(7)])]
-        self.exchanger = DecoupledExchanger(scatter, gather)
+        self.exchanger = DecoupledExchanger(transport, halves)
         self.exchanger.adopt(self.buckets, [1, 1], [0, 1])
         self.exchanges = [self.start(number) for number in range(count)]
 
@@ -66,10 +74,9 @@ def threads() -> list[str]:
 
 def test_a_bucket_keeps_its_memory_unless_somebody_holds_it() -> None:
     """Exchanges hold views: new memory in each step. Or gradients that are held get overwritten."""
-    scatter, gather = Switched(), Switched()
-    scatter.switch.set()
-    gather.switch.set()
-    started = Started(scatter, gather)
+    halves = Switched()
+    halves.switch_on()
+    started = Started(LoopbackTransport.solo(), halves)
     places = set()
     for _ in range(20):
         for exchange in started.exchanges:
@@ -91,11 +98,10 @@ def test_a_bucket_keeps_its_memory_unless_somebody_holds_it() -> None:
 @pytest.mark.parametrize("half", ["scatter", "gather"])
 def test_an_error_reaches_every_finish(half: str) -> None:
     """A failure in the background leaves the training waiting for ever, or is told as another."""
-    transports = {"scatter": Switched(), "gather": Switched()}
-    started = Started(*transports.values())
-    transports[half].error = RuntimeError("the cable was cut")
-    for transport in transports.values():
-        transport.switch.set()
+    halves = Switched()
+    started = Started(LoopbackTransport.solo(), halves)
+    halves.halves[half].error = RuntimeError("the cable was cut")
+    halves.switch_on()
     for exchange in reversed(started.exchanges):
         with pytest.raises(RuntimeError, match="the cable was cut"):
             exchange.finish()
@@ -105,10 +111,10 @@ def test_an_error_reaches_every_finish(half: str) -> None:
 
 def test_after_an_error_nothing_can_be_started() -> None:
     """The rest of backward is sent for nothing."""
-    scatter = Switched()
-    scatter.error = RuntimeError("the cable was cut")
-    started = Started(scatter, Switched(), count=1)
-    scatter.switch.set()
+    halves = Switched()
+    halves.halves["scatter"].error = RuntimeError("the cable was cut")
+    started = Started(LoopbackTransport.solo(), halves, count=1)
+    halves.switch_on()
     deadline = time.monotonic() + 30
     while threads():
         assert time.monotonic() < deadline
@@ -121,7 +127,7 @@ def test_after_an_error_nothing_can_be_started() -> None:
 def test_what_waits_for_a_bucket_that_never_comes_is_refused() -> None:
     """An exception in backward leaves the round incomplete, and whoever cleans up hangs."""
     solo = LoopbackTransport.solo()
-    started = Started(solo, solo, count=1)
+    started = Started(solo, solo.halves(CPU), count=1)
     with pytest.raises(RuntimeError, match="'bucket 0' comes after a bucket that has not been"):
         started.exchanges[0].finish()
     started.exchanger.close()
@@ -133,7 +139,7 @@ def test_what_waits_for_a_bucket_that_never_comes_is_refused() -> None:
 def test_the_thread_lives_from_the_first_start_to_close() -> None:
     """A thread for an exchanger that nobody uses, one for every round, or one that stays."""
     solo = LoopbackTransport.solo()
-    started = Started(solo, solo, count=0)
+    started = Started(solo, solo.halves(CPU), count=0)
     assert threads() == []
     for _ in range(3):
         for exchange in (started.start(0), started.start(1)):
@@ -147,10 +153,10 @@ def test_the_thread_lives_from_the_first_start_to_close() -> None:
 
 
 def unequal(rank: int) -> list[str]:
-    scatter = TorchTransport(timeout=timedelta(seconds=60))
-    started = Started(scatter, scatter.sibling(), count=2 - rank)
+    transport = TorchTransport(timeout=timedelta(seconds=60))
+    started = Started(transport, transport.halves(CPU), count=2 - rank)
     started.exchanger.close()
-    scatter.close()
+    transport.close()
     return threads()
 
 

@@ -75,26 +75,24 @@ def test_a_piece_waits_for_its_own_reduce_scatter() -> None:
     relayed.relay.stop()
 
 
-def test_it_gives_way_to_reduce_scatters_under_way() -> None:
-    """An urgent reduce-scatter has to share the link."""
-    relayed = Relayed(1, 2)
-    first, second = relayed.put(done=False), relayed.put(done=False)
-    first.over.set()
-    relayed.stays(0)
-    second.over.set()
+def test_what_is_ready_goes_beside_reduce_scatters_under_way() -> None:
+    """The link idles because another rank is behind with its reduce-scatters."""
+    relayed = Relayed(1, 2, 3)
+    for done in (True, True, False):
+        last = relayed.put(done)
     relayed.wait_for(2)
+    last.over.set()
+    relayed.all_gathers[0].over.set()
+    relayed.wait_for(3)
     relayed.relay.stop()
 
 
-def test_few_are_under_way_while_reduce_scatters_may_come() -> None:
+def test_few_are_under_way_at_a_time() -> None:
     """A reduce-scatter finds the link full of all-gathers."""
     relayed = Relayed(1, 2, 3, 4, 5)
-    for _ in range(4):
+    for _ in range(5):
         relayed.put()
-    relayed.wait_for(2)
-    urgent = relayed.put(done=False)
-    relayed.all_gathers[0].over.set()
-    relayed.stays(2)
-    urgent.over.set()
-    relayed.wait_for(5)  # nothing can come any more
+    for already_over in range(4):
+        relayed.wait_for(2 + already_over)
+        relayed.all_gathers[already_over].over.set()
     relayed.relay.stop()

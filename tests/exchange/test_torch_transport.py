@@ -54,8 +54,10 @@ def _two_sums(rank: int, dtype: torch.dtype, world_size: int) -> tuple[Tensor, T
     ]
     whole, halves = given[rank].clone(), given[rank].clone()
     transport.all_reduce(whole, key="whole").wait()
-    transport.reduce_scatter(halves[rank], halves, key="scatter").wait()
-    transport.all_gather(halves, halves[rank].clone(), key="gather").wait()
+    by = transport.halves(torch.device("cpu"))
+    by.reduce_scatter(halves, key="scatter").wait()
+    by.all_gather(halves, key="gather").wait()
+    by.close()
     transport.close()
     in_order = given[0].clone()
     for each in given[1:]:

@@ -13,6 +13,8 @@ from ranks import run_ranks
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import LoopbackTransport, Transport
 
+CPU = torch.device("cpu")
+
 
 def _over_gloo(_: int, check: Callable[[Transport], Any]) -> Any:
     transport = TorchTransport()
@@ -92,42 +94,41 @@ def test_all_gather_keeps_the_order_of_ranks(run: Run) -> None:
             assert rows.tolist() == [[0, 1, 2], [10, 11, 12]]
 
 
-def halves(transport: Transport) -> list[Any]:
-    received = []
-    pending = []
-    for dtype in (torch.float32, torch.int64, torch.bfloat16):
-        rows = torch.arange(2 * 3, dtype=dtype).view(2, 3) + 10 * transport.rank
-        received.append(torch.empty(3, dtype=dtype))
-        pending.append(transport.reduce_scatter(received[-1], rows, key=f"halves {dtype}"))
+def first_half(transport: Transport) -> list[Any]:
+    halves = transport.halves(CPU)
+    dtypes = (torch.float32, torch.int64, torch.bfloat16)
+    given = [torch.arange(2 * 3, dtype=d).view(2, 3) + 10 * transport.rank for d in dtypes]
+    pending = [halves.reduce_scatter(rows, key=f"half of {rows.dtype}") for rows in given]
     for p in pending:
         p.wait()
-    return [r.tolist() for r in received]
+    halves.close()
+    return [rows.tolist() for rows in given]
 
 
 @over_each
 @bfloat16_is_known
 def test_reduce_scatter_gives_each_rank_the_sum_of_its_row(run: Run) -> None:
-    """Another rank's row, or only this rank's part of the sum."""
-    assert run(halves) == [[[10, 12, 14]] * 3, [[16, 18, 20]] * 3]
+    """Another rank's row, only this rank's part of the sum, or rows that are others'."""
+    first, second = [[10, 12, 14], [3, 4, 5]], [[10, 11, 12], [16, 18, 20]]
+    assert run(first_half) == [[first] * 3, [second] * 3]
 
 
-def halves_in_place(transport: Transport) -> list[Any]:
+def both_halves(transport: Transport) -> list[Any]:
     rank, world_size = transport.rank, transport.world_size
+    halves = transport.halves(CPU)
     rows = torch.arange(2.0 * world_size).view(world_size, 2) + 10 * rank
-    for half in ("scatter", "gather"):
-        if half == "scatter":
-            pending = transport.reduce_scatter(rows[rank], rows, key=half)
-        else:
-            pending = transport.all_gather(rows, rows[rank], key=half)
+    for half in (halves.reduce_scatter, halves.all_gather):
+        pending = half(rows, key="rows")
         for _ in range(2):
             pending.wait()
+    halves.close()
     return rows.tolist()
 
 
 @over_each
-def test_halves_may_share_their_memory(run: Run) -> None:
-    """The own row is overwritten before it is read; or waiting twice adds twice."""
-    assert run(halves_in_place) == [[[10, 12], [14, 16]]] * 2
+def test_both_halves_make_an_all_reduce(run: Run) -> None:
+    """The own row is overwritten before it is read; or waiting twice adds twice, or hangs."""
+    assert run(both_halves) == [[[10, 12], [14, 16]]] * 2
 
 
 def left_too_early(transport: Transport) -> bool:

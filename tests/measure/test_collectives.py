@@ -9,12 +9,12 @@ import torch
 from loopback import on_ranks
 from torch import Tensor
 
-from lightning_mgwfbp.exchange.transport import LoopbackTransport, Pending
+from lightning_mgwfbp.exchange.transport import LoopbackTransport, Pending, Transport
 from lightning_mgwfbp.measure import collectives
 from lightning_mgwfbp.measure.collectives import (
     time_all_gather,
     time_all_reduce,
-    time_reduce_scatter,
+    time_half,
 )
 
 Samples = list[tuple[float, float]]
@@ -47,10 +47,10 @@ class Link(LoopbackTransport):
         self.gathered.append(buffer)
         return pending
 
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
-        assert buffer.shape == (self.world_size, output.numel())
-        pending = self.all_reduce(buffer, key=key)
-        self.scattered.append(buffer)
+    def reduce_scatter(self, rows: Tensor, *, key: str) -> Pending:
+        assert len(rows) == self.world_size
+        pending = self.all_reduce(rows, key=key)
+        self.scattered.append(rows)
         return pending
 
     def _wait(self) -> None:
@@ -144,12 +144,14 @@ def test_all_gathers_on_ranks_that_meet() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("largest", [1, 1000, 100_000])
-def test_reduce_scatters_are_timed_by_what_all_rows_hold(
+def test_halves_are_timed_by_what_all_rows_hold(
     link: Link, largest: int, dtype: torch.dtype
 ) -> None:
     """Another collective is timed, rows are unequal, or sizes are those of one row."""
     link.world_size = 3
-    samples = time_reduce_scatter(link, largest_nbytes=largest, dtype=dtype, budget_seconds=1e9)
+    samples = time_half(
+        link, link.reduce_scatter, largest_nbytes=largest, dtype=dtype, budget_seconds=1e9
+    )
     sizes = [size for size, _ in samples]
     assert sizes[0] == 3 * 8
     assert sizes[-1] == max(largest // (3 * dtype.itemsize), 64) * 3 * dtype.itemsize
@@ -159,8 +161,13 @@ def test_reduce_scatters_are_timed_by_what_all_rows_hold(
     assert [t for _, t in samples] == pytest.approx([2e-3 + 1e-6 * size for size in sizes])
 
 
-def test_reduce_scatters_on_ranks_that_meet() -> None:
+def reduce_scatters(transport: Transport) -> Samples:
+    halves = transport.halves(torch.device("cpu"))
+    return time_half(transport, halves.reduce_scatter, largest_nbytes=1000)
+
+
+def test_halves_on_ranks_that_meet() -> None:
     """Ranks time different messages, or fit different links."""
-    ours, theirs = on_ranks(lambda t: time_reduce_scatter(t, largest_nbytes=1000))
+    ours, theirs = on_ranks(reduce_scatters)
     assert ours == theirs
     assert [size for size, _ in ours] == [16, 64, 256, 1000]

@@ -11,7 +11,7 @@ from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 
 dist.init_process_group("gloo")
 transport = TorchTransport()
-exchanger = DecoupledExchanger(transport, transport.sibling())
+exchanger = DecoupledExchanger(transport, transport.halves(torch.device("cpu")))
 buckets = [Bucket([torch.ones(5)]), Bucket([torch.ones(7)])]
 exchanger.adopt(buckets)
 transport.barrier(key="adopted")
