@@ -3,27 +3,25 @@
 A bucket's padded buffer is cut into equal pieces, (pieces, world_size, shard). A piece is
 reduce-scattered, which leaves the sum of shard r on rank r, and later all-gathered in place.
 
-[Note: halves] Each half has a transport to itself and one thread that launches it, in one order on
-all ranks: reduce-scatters the caller's, bucket by bucket; all-gathers one that waits in the
-background (`Relay`).
+[Note: halves] Each half is launched by a thread of its own, in one order on all ranks: reduce-
+scatters by the caller, bucket by bucket; all-gathers by one that waits in the background (`Relay`).
 
-[Note: pieces] Large messages of halves do not run in both directions of a link at once, small ones
-cost start-ups. Two emulated hosts on two cores, 32 MiB (at 100 Mbit/s: 16) in flight as pieces of
-one size, MB/s on the wire in each direction (the link's own: 118 and 11.9), median of 7 (3):
+[Note: pieces] A small piece is soon gone, and costs a start-up like a large one. Two emulated hosts
+on two cores, 32 MiB (at 100 Mbit/s: 16) in pieces of one size; MB/s on the wire in each direction
+(the link's own: 118 and 11.9) and, at 1 Gbit/s, milliseconds of CPU, median of 7 (3):
 
-                                  1 Gbit/s           100 Mbit/s           Horovod, 1 Gbit/s
-    piece                  whole   r-s   a-g  both   r-s   a-g  both      r-s   a-g  both
-    64 KiB                    54    88    68    78  11.8  11.8  11.8
-    256 KiB                  117   114   116   113  11.9  11.7  10.7       38    88    86
-    512 KiB                  117    97   118   106  11.8  11.9  11.7       89   102    91
-    1 MiB                    119   116   117   115  11.3  11.7  11.5       75    72    73
-    2 MiB                    119   110    96   112  10.6  11.3  10.1
-    4 MiB                    118   105   108   108   9.6   9.0  10.9       62    60    68
-    8 MiB                    109    84    94    75   8.1   9.2   9.6
-    32 MiB (16)              116    58    71    66   6.0   8.0   6.9
+                        1 Gbit/s              100 Mbit/s
+    piece       whole   r-s   a-g  both       both        CPU: whole  both
+    64 KiB         92   115   115    38       11.8               186   443
+    256 KiB       117   112   117   113       11.9                33    53
+    512 KiB       119   118   115   113       11.7                31    39
+    1 MiB         119   117   119   118       11.9                26    28
+    2 MiB         119   118   116   118       12.0                25    30
+    4 MiB         119   119   119   119       11.6                25    26
+    8 MiB         118   118   118   117       12.0                24    25
+    32 MiB (16)   118   111   119   112       12.0                24    24
 
-("Whole" are all-reduces; in "both" an all-gather follows its reduce-scatter. The machine had other
-work: single numbers are off by up to 15 %.) A second process group for each half gains nothing.
+("Whole" are all-reduces; in "both" an all-gather follows its reduce-scatter.)
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from lightning_mgwfbp.exchange.exchangers import Exchanger
 from lightning_mgwfbp.exchange.relay import Relay
 from lightning_mgwfbp.exchange.transport import Halves, Pending, Transport
 
-_DEFAULT_PIECE_NBYTES = 2**19  # on the wire, where no plan says: good on all links above
+_DEFAULT_PIECE_NBYTES = 2**20  # on the wire, where no plan says
 
 
 class DecoupledExchanger(Exchanger):

@@ -13,8 +13,10 @@ from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mgwfbp.exchange.horovod_halves import HorovodHalves
 from lightning_mgwfbp.exchange.horovod_rendezvous import (
     init_launched,
     is_launched,
@@ -22,9 +24,8 @@ from lightning_mgwfbp.exchange.horovod_rendezvous import (
     start_horovod,
     stop_horovod,
 )
-from lightning_mgwfbp.exchange.scratch import Scratch
-from lightning_mgwfbp.exchange.sum_of_rows import SumOfRows
-from lightning_mgwfbp.exchange.transport import Pending, Transport, in_background
+from lightning_mgwfbp.exchange.torch_transport import TorchTransport
+from lightning_mgwfbp.exchange.transport import Halves, Pending, Transport, in_background
 
 T = TypeVar("T")
 
@@ -153,8 +154,17 @@ class HorovodTransport:
     def barrier(self, *, key: str) -> None:
         self.all_reduce(torch.zeros(1), key=f"{key} barrier").wait()
 
-    def halves(self, device: torch.device) -> HorovodHalves:
+    def halves(self, device: torch.device) -> Halves:
+        if device.type == "cpu" and self._runs_beside_torch():  # at half the time: `HorovodHalves`
+            timeout = timedelta(seconds=self._timeout_seconds)
+            return TorchTransport(dist.group.WORLD, timeout).halves(device)
         return HorovodHalves(self)
+
+    def _runs_beside_torch(self) -> bool:
+        """Whether torch.distributed joins the same ranks. Collective."""
+        mine = self.rank, self.world_size
+        here = dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == mine
+        return all(self.all_gather_object(here, key="halves"))
 
     def close(self) -> None:
         if self._stops_horovod:
@@ -167,27 +177,6 @@ class HorovodTransport:
         with _explained(name):
             handle = collective(sent, name=name, **options)
         return _Collective(self._hvd, handle, target, name, self._timeout_seconds)
-
-
-class HorovodHalves:
-    """Both halves, which Horovod tells apart by their names, over `transport`."""
-
-    def __init__(self, transport: HorovodTransport) -> None:
-        self._transport = transport
-        self._scratch = Scratch()
-
-    def reduce_scatter(self, rows: Tensor, *, key: str) -> Pending:
-        received, own = self._scratch.take(rows), self._transport.rank
-        work = self._transport.all_to_all(received, rows, key=key)
-        sources = list(received)
-        sources[own] = rows[own]
-        return SumOfRows(work, sources, own, received, self._scratch)
-
-    def all_gather(self, rows: Tensor, *, key: str) -> Pending:
-        return self._transport.all_gather(rows, rows[self._transport.rank], key=key)
-
-    def close(self) -> None:
-        return
 
 
 class _Collective:

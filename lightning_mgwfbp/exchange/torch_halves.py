@@ -17,9 +17,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_mgwfbp.exchange.scratch import Scratch
 from lightning_mgwfbp.exchange.sum_of_rows import SumOfRows
@@ -37,15 +41,36 @@ class DirectHalves:
 
     Args:
         upwards: the group over which ranks send to higher ones.
-        downwards: over which they send to lower ones; destroyed by `close`.
+        downwards: over which they send to lower ones.
     """
 
-    def __init__(self, upwards: dist.ProcessGroup, downwards: dist.ProcessGroup) -> None:
-        self._upwards = upwards
-        self._downwards = downwards
+    def __init__(self, upwards: dist.ProcessGroupGloo, downwards: dist.ProcessGroupGloo) -> None:
         self._rank = upwards.rank()
         self._world_size = upwards.size()
+        # torch's stubs do not know their methods
+        self._upwards: Any = upwards
+        self._downwards: Any = downwards
         self._scratch = Scratch()
+
+    @classmethod
+    def connected(
+        cls, name: str, rank: int, world_size: int, timeout: timedelta | None
+    ) -> DirectHalves:
+        """Make both groups. Collective.
+
+        Args:
+            name: the same on all ranks, and of no halves before.
+            rank, world_size: this rank among those that take part.
+            timeout: how long a message may take before it counts as failed.
+        """
+        store, timeout = _get_default_store(), timeout or default_pg_timeout
+        upwards, downwards = (
+            dist.ProcessGroupGloo(
+                dist.PrefixStore(f"{name} {way}", store), rank, world_size, timeout
+            )
+            for way in ("up", "down")
+        )
+        return cls(upwards, downwards)
 
     def reduce_scatter(self, rows: Tensor, *, key: str) -> Pending:
         own = self._rank
@@ -64,10 +89,7 @@ class DirectHalves:
         return self._exchange(list(rows), sent, _GATHER_TAG)
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(self._downwards)
-        # connections end with the last reference, and a cycle may keep this object for long
-        del self._upwards, self._downwards
+        del self._upwards, self._downwards  # their connections end with them
 
     def _exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> _Messages:
         """Receive and send one row from and to each other rank, the next ones first."""
@@ -119,4 +141,5 @@ class CollectiveHalves:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group(self._gather)
+        # connections end with the last reference, and a cycle may keep this object for long
         del self._scatter, self._gather

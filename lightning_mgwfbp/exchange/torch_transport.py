@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,11 +29,13 @@ class TorchTransport:
 
     Args:
         process_group: an existing group to use instead; it is then not destroyed by `close`.
-        timeout: how long a collective may take before it counts as failed; only for an own group.
+        timeout: how long a collective may take before it counts as failed, in own groups.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
     """
+
+    _count: ClassVar[Iterator[int]] = itertools.count()  # of halves
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
@@ -81,12 +85,16 @@ class TorchTransport:
 
     def halves(self, device: torch.device) -> DirectHalves | CollectiveHalves:
         ranks = dist.get_process_group_ranks(self._group)
+        if device.type == "cpu":
+            # rank 0's count: others may have made more before, with ranks that are not here
+            number = self.broadcast_object(next(self._count), 0, key="halves")
+            name = f"lightning_mgwfbp halves {ranks} {number}"
+            return DirectHalves.connected(name, self.rank, self.world_size, self._timeout)
         # Synchronised locally, a group gets its name from its ranks, and in torch 2.13 a second one
         # of that name meets at the addresses of the first. So only where others do not come here.
         is_part = len(ranks) < dist.get_world_size()
         second = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=is_part)
-        made = DirectHalves if device.type == "cpu" else CollectiveHalves
-        return made(self._group, second)
+        return CollectiveHalves(self._group, second)
 
     def _global(self, root: int) -> int:
         # the argument that takes a rank of the group itself is younger than torch 2.4

@@ -10,6 +10,8 @@ from horovod_ranks import on_horovod_ranks
 from loopback import on_ranks, same_bits
 from ranks import run_ranks
 
+from lightning_mgwfbp.exchange.horovod_halves import HorovodHalves
+from lightning_mgwfbp.exchange.horovod_transport import HorovodTransport
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import LoopbackTransport, Transport
 
@@ -24,6 +26,11 @@ def _over_gloo(_: int, check: Callable[[Transport], Any]) -> Any:
         transport.close()
 
 
+def _over_horovod_alone(transport: HorovodTransport, check: Callable[[Transport], Any]) -> Any:
+    transport.halves = lambda _: HorovodHalves(transport)  # type: ignore[method-assign]
+    return check(transport)
+
+
 def loopback(check: Callable[[Transport], Any]) -> list[Any]:
     return on_ranks(check)
 
@@ -36,9 +43,15 @@ def horovod(check: Callable[[Transport], Any]) -> list[Any]:
     return on_horovod_ranks(check)
 
 
-over_each = pytest.mark.parametrize(
+def horovod_alone(check: Callable[[Transport], Any]) -> list[Any]:
+    return on_horovod_ranks(_over_horovod_alone, check)
+
+
+TRANSPORTS = [loopback, gloo, pytest.param(horovod, marks=pytest.mark.horovod)]
+over_each = pytest.mark.parametrize("run", TRANSPORTS, ids=lambda run: run.__name__)
+by_each = pytest.mark.parametrize(
     "run",
-    [loopback, gloo, pytest.param(horovod, marks=pytest.mark.horovod)],
+    [*TRANSPORTS, pytest.param(horovod_alone, marks=pytest.mark.horovod)],
     ids=lambda run: run.__name__,
 )
 Run = Callable[[Callable[[Transport], Any]], list[Any]]
@@ -105,7 +118,7 @@ def first_half(transport: Transport) -> list[Any]:
     return [rows.tolist() for rows in given]
 
 
-@over_each
+@by_each
 @bfloat16_is_known
 def test_reduce_scatter_gives_each_rank_the_sum_of_its_row(run: Run) -> None:
     """Another rank's row, only this rank's part of the sum, or rows that are others'."""
@@ -125,7 +138,7 @@ def both_halves(transport: Transport) -> list[Any]:
     return rows.tolist()
 
 
-@over_each
+@by_each
 def test_both_halves_make_an_all_reduce(run: Run) -> None:
     """The own row is overwritten before it is read; or waiting twice adds twice, or hangs."""
     assert run(both_halves) == [[[10, 12], [14, 16]]] * 2
