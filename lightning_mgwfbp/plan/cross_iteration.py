@@ -40,10 +40,11 @@ _HALVINGS = 10  # groups and pieces are from all bytes down to a thousandth of t
 _STARTS = 3  # from the best so many, cuts are undone
 _EARLY = (0.0, 0.2, 0.3, 0.4, 0.5, 0.7)  # shares of each group's pieces that are gathered early
 _LINKS = (0.85, 1.0, 1.2)  # seconds of a message in training, as multiples of those measured
-# What a message takes the host to launch, and so must shorten the iteration by.
-_HOST_SECONDS = 3e-5
-# Larger messages do not run in both directions of a link at once, whatever a fitted line says:
-# [Note: pieces] in exchange/decoupled.py. Unless start-ups take more than a share of such a piece.
+# What a message takes the host to launch and end, and so must shorten the iteration by:
+# [Note: pieces] in exchange/decoupled.py.
+_HOST_SECONDS = 1e-4
+# The few all-gathers that are under way are before an urgent reduce-scatter, and what travels whole
+# arrives late. Unless start-ups take more than a share of such a piece.
 _MOST_PIECE_NBYTES = 2.0**21
 _START_UP_SHARE = 0.25
 
