@@ -33,12 +33,18 @@ from lightning_mgwfbp.plan.records import located
 
 @dataclass(frozen=True)
 class Tuned:
-    """A plan, what it was made from, and what is expected of it."""
+    """A plan, what it was made from, and what is expected of it.
+
+    Attributes:
+        wire_nbytes: of each merge group, what a rank has to send; a DDPCommHook is taken to send
+            whole gradients.
+    """
 
     plan: MergePlan
     profile: ModelProfile
     link: AlphaBeta
     timeline: Timeline | CrossTimeline
+    wire_nbytes: tuple[int, ...]
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger: counts, seconds, seconds per byte."""
@@ -201,7 +207,13 @@ class WarmUp:
         )
         self._reducer.install(plan)
         self._seen = 0
-        return Tuned(plan, profile, self._link, _predict(in_time, plan, self._cost))
+        return Tuned(
+            plan,
+            profile,
+            self._link,
+            _predict(in_time, plan, self._cost),
+            tuner.wire_nbytes(profile, plan, self._cost, method),
+        )
 
     def _measure_cost(self, carried: list[Tensor], link: AlphaBeta, busy_fraction: float) -> Cost:
         method, is_given = self._settings.compressor, self._settings.link is not None
