@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_mgwfbp.engine.layout import unmeasured_profile
 from lightning_mgwfbp.engine.measured_costs import WireNbytes
 from lightning_mgwfbp.exchange.compressors import Compressor
-from lightning_mgwfbp.exchange.methods import ExchangeMethod
+from lightning_mgwfbp.exchange.methods import ExchangeMethod, kind_of
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.plan import (
     CheaperCost,
@@ -99,6 +99,7 @@ def agree_on_plan(
         )
         if isinstance(cost, CheaperCost) and isinstance(method, Compressor):
             plan = _with_densities(profile, plan, cost, method)
+        plan = replace(plan, compressor=kind_of(method))
     plan = transport.broadcast_object(plan, 0, key="plan")
     assert plan is not None
     return plan

@@ -6,6 +6,7 @@ reducer exchanges gradients after backward, so communication does not inflate ba
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from lightning_mgwfbp.engine import measured_costs, tuner
 from lightning_mgwfbp.engine.options import Settings
 from lightning_mgwfbp.engine.reducer import Reducer
+from lightning_mgwfbp.exchange.methods import kind_of
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.measure.backward import BackwardProfiler
 from lightning_mgwfbp.measure.forward import ForwardProfiler
@@ -103,6 +105,7 @@ class WarmUp:
         if isinstance(self._settings.planner, MergePlan):
             with located("`planner=...`"):
                 self._reducer.install(self._settings.planner)
+            self._warn_of_another_compressor(self._settings.planner)
         elif self._settings.profile is not None:
             with located("`profile=...`"):
                 profile, carried = self._settings.profile, self._reducer.layout.carried
@@ -112,6 +115,16 @@ class WarmUp:
         else:
             self.restart()
         return None
+
+    def _warn_of_another_compressor(self, plan: MergePlan) -> None:
+        given = kind_of(self._settings.compressor)
+        if plan.compressor not in ("", given) and self._transport.rank == 0:
+            warnings.warn(
+                f"`planner=...` is a plan that was made for {plan.compressor}, and is used with"
+                f" {given}: other bytes travel than it was made for. It works, but leave it out"
+                " once, to have a plan measured.",
+                stacklevel=2,
+            )
 
     def resume(self, plan: MergePlan) -> None:
         """Go on with the plan of the run that is resumed, unless another one was given or its
