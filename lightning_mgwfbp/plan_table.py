@@ -47,15 +47,18 @@ def _columns(tuned: Tuned) -> dict[str, list[str]]:
     if plan.densities or list(tuned.wire_nbytes) != nbytes:
         columns["wire bytes"] = [f"{each:,}" for each in tuned.wire_nbytes]
     if plan.densities:
-        columns["density"] = [_shown(density) for density in plan.densities]
+        columns["density"] = [
+            _shown(density, sends_less=wire < whole)
+            for density, wire, whole in zip(plan.densities, tuned.wire_nbytes, nbytes, strict=True)
+        ]
     columns["ready (ms)"] = [f"{ready[stop - 1] * 1e3:.1f}" for _, stop in plan.groups]
     columns["sent (ms)"] = [f"{sent[index] * 1e3:.1f}" for index in range(len(plan.groups))]
     return columns
 
 
-def _shown(density: float | None) -> str:
+def _shown(density: float | None, *, sends_less: bool) -> str:
     if density is None:
-        return "as given"
+        return "as given" if sends_less else "whole"  # of parameters too small to be compressed
     return "whole" if density == 1 else f"{density:.2g}"
 
 

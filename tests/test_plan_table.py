@@ -50,11 +50,11 @@ def test_what_travels_in_the_place_of_gradients(capsys: pytest.CaptureFixture[st
 
 def test_what_the_plan_chose(capsys: pytest.CaptureFixture[str]) -> None:
     """Groups that go whole under a compressor, or denser, do so without a word."""
-    usual = tuned(3)
-    plan = replace(usual.plan, densities=(1.0, None, 0.034))
-    said = printed(replace(usual, plan=plan), capsys)
+    usual = tuned(4)
+    plan = replace(usual.plan, densities=(1.0, None, 0.034, None))
+    said = printed(replace(usual, plan=plan, wire_nbytes=(4000, 80, 272, 4000)), capsys)
     rows = [line for line in said.splitlines() if "4,000" in line]
-    for row, word in zip(rows, ("whole", "as given", "0.034"), strict=True):
+    for row, word in zip(rows, ("whole", "as given", "0.034", "whole"), strict=True):
         assert f" {word} " in row
 
 
