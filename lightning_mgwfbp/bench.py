@@ -23,6 +23,7 @@ from torch import multiprocessing
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.measure.collectives import time_all_reduce
 from lightning_mgwfbp.plan import LinkFit, fit_alpha_beta
+from lightning_mgwfbp.plan_table import describe_link
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LOCAL_RANKS = 2
@@ -51,7 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--largest-nbytes", type=int, default=32 * 2**20, help="the largest message (default: 32M)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=5.0, help="give up larger sizes after this (default: 5)"
+        "--seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds of timing: sizes that would take it beyond are given up (default: 5);"
+        " starting the ranks comes on top, several seconds",
     )
     parser.add_argument(
         "--busy", action="store_true", help="keep a core of each rank computing meanwhile"
@@ -128,10 +134,7 @@ def _report(fit: LinkFit, world_size: int, request: _Request) -> None:
         "measured (us)",
         "fitted (us)",
         title=f"all-reduce of {request.dtype} over {world_size} ranks, {request.backend}",
-        caption=(
-            f"alpha {fit.link.alpha * 1e6:.1f} us, beta {fit.link.beta * 1e9:.4f} ns per byte,"
-            f" R^2 {fit.r_squared:.4f}"
-        ),
+        caption=f"{describe_link(fit.link)}; R^2 {fit.r_squared:.4f}",
     )
     for nbytes, seconds in fit.samples:
         fitted = float(fit.link(nbytes))

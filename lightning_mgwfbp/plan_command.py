@@ -69,8 +69,14 @@ class Prediction:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("profile", metavar="PROFILE.json", help="a saved ModelProfile")
-    parser.add_argument("--alpha", type=float, metavar="SECONDS", help="start-up of one message")
+    parser.add_argument(
+        "profile",
+        metavar="PROFILE.json",
+        help="a saved ModelProfile, such as WarmupCallback(save_dir=...) writes",
+    )
+    parser.add_argument(
+        "--alpha", type=float, metavar="SECONDS", help="start-up of one message; bench fits both"
+    )
     parser.add_argument("--beta", type=float, metavar="SECONDS_PER_BYTE", help="inverse bandwidth")
     _add_sparse_arguments(parser)
     parser.add_argument(
@@ -116,18 +122,27 @@ def _add_sparse_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the predictions; ValueError or OSError for bad input."""
     planners = _planners(arguments.planner, arguments.threshold_nbytes)
+    profile = _profile(arguments.profile)
     if arguments.schedule == "cross_iteration":
         link = _link_of_halves(arguments)
-        profile = ModelProfile.load(arguments.profile)
         predictions = [_predict_cross_iteration(profile, planner, link) for planner in planners]
     else:
         cost = _cost(arguments)
-        profile = ModelProfile.load(arguments.profile)
         predictions = [_predict(profile, planner, cost) for planner in planners]
     if arguments.json:
         print(json.dumps({each.plan.planner: each.to_fields() for each in predictions}))
     else:
         _print_table(profile, predictions)
+
+
+def _profile(path: str) -> ModelProfile:
+    try:
+        return ModelProfile.load(path)
+    except FileNotFoundError:
+        raise ValueError(
+            f"there is no file {path}; give the profile.json that a training saves under"
+            " Trainer(callbacks=[WarmupCallback(save_dir=...)])"
+        ) from None
 
 
 def _predict(profile: ModelProfile, planner: Planner, cost: Cost) -> Prediction:
@@ -155,7 +170,7 @@ def _link_of_halves(arguments: argparse.Namespace) -> AlphaBeta:
     if idle := _given(arguments, _SPARSE):
         raise ValueError(
             f"{_options(idle)} cannot go with --schedule cross_iteration, where gradients travel "
-            "whole: leave it out, or give --schedule backward"
+            f"whole: leave {_them(idle)} out, or give --schedule backward"
         )
     _require(arguments, _DENSE, "with --schedule cross_iteration")
     return AlphaBeta(arguments.alpha, arguments.beta)
@@ -167,7 +182,9 @@ def _cost(arguments: argparse.Namespace) -> Cost:
         return DenseCost(AlphaBeta(arguments.alpha, arguments.beta))
     _require(arguments, _SPARSE, "of a sparse exchange")
     if idle := _given(arguments, _DENSE):
-        raise ValueError(f"{_options(idle)} would have no effect with --density: leave it out")
+        raise ValueError(
+            f"{_options(idle)} would have no effect with --density: leave {_them(idle)} out"
+        )
     require_density("--density", arguments.density)
     for name in ("select", "gather_alpha", "gather_beta"):
         require_number(_options([name]), getattr(arguments, name))
@@ -192,6 +209,10 @@ def _require(arguments: argparse.Namespace, names: Sequence[str], when: str) -> 
 
 def _options(names: Sequence[str]) -> str:
     return ", ".join("--" + name.replace("_", "-") for name in names)
+
+
+def _them(names: Sequence[str]) -> str:
+    return "it" if len(names) == 1 else "them"
 
 
 def _planners(name: str, threshold_nbytes: int | None) -> list[Planner]:

@@ -12,6 +12,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_mgwfbp.checkpoint_file import WholeCheckpointIO
@@ -64,7 +65,8 @@ class MGWFBPStrategy(ExchangingStrategy):
         uneven_inputs: what becomes of ranks that have fewer training batches than others: "error":
             all end with an error; "join": they stand by, contributing nothing, until all are done.
         transport: what carries gradients, "torch" (also "auto": torch.distributed) or "horovod",
-            beside which torch.distributed carries Lightning's own traffic, over gloo.
+            beside which torch.distributed carries Lightning's own traffic, over gloo unless
+            `process_group_backend` is another.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend, timeout, start_method: as for DDPStrategy.
         ddp_arguments: every other argument of DDPStrategy and DistributedDataParallel; a Python
@@ -123,6 +125,12 @@ class MGWFBPStrategy(ExchangingStrategy):
         )
         if transport == "horovod":
             load_horovod()  # or say now that it is missing
+            if process_group_backend not in (None, "gloo"):
+                rank_zero_warn(
+                    f"`MGWFBPStrategy(process_group_backend={process_group_backend!r})` has no"
+                    " effect on gradients under transport='horovod': it is for Lightning's own"
+                    " traffic alone."
+                )
             process_group_backend = process_group_backend or "gloo"
             if cluster_environment is None and HorovodEnvironment.detect():
                 cluster_environment = HorovodEnvironment()

@@ -81,6 +81,14 @@ def test_an_unknown_argument_is_named() -> None:
         MGWFBPStrategy(bucket_size=3)
 
 
+@pytest.mark.horovod
+def test_a_backend_beside_horovod_is_warned_about() -> None:
+    """Who asks for NCCL believes that it carries gradients."""
+    with pytest.warns(UserWarning, match=r"process_group_backend='nccl'.*no effect on gradients"):
+        MGWFBPStrategy(transport="horovod", process_group_backend="nccl")
+    MGWFBPStrategy(transport="horovod", process_group_backend="gloo")
+
+
 def test_mps_is_refused() -> None:
     """There are no collectives on MPS."""
     strategy = MGWFBPStrategy(parallel_devices=[torch.device("mps")])

@@ -156,7 +156,11 @@ def test_a_reader_that_has_enough() -> None:
         ((PROFILE,), "required without --density: --alpha, --beta"),
         ((PROFILE, "--density", "0.1"), "--select, --world-size, --gather-alpha, --gather-beta"),
         ((PROFILE, *GATHER, "--select", "0"), "of a sparse exchange: --density"),
-        ((PROFILE, *LINK, *SPARSE), "--alpha, --beta would have no effect with --density"),
+        (
+            (PROFILE, *LINK, *SPARSE),
+            "--alpha, --beta would have no effect with --density: leave them",
+        ),
+        ((PROFILE, "--beta", "0", *SPARSE), "--beta would have no effect with --density: leave it"),
         ((PROFILE, *SPARSE, "--density", "0"), "--density must be in (0, 1]"),
         ((PROFILE, *SPARSE, "--density", "nan"), "--density must be in (0, 1]"),
         ((PROFILE, *SPARSE, "--select=-1"), "--select must be"),
@@ -175,8 +179,9 @@ def test_a_reader_that_has_enough() -> None:
         ((PROFILE, *SPARSE, "--gather-beta=-1e-9"), "--gather-beta must be"),
         ((PROFILE, "--schedule", "cross_iteration"), "required with --schedule cross_iteration"),
         ((PROFILE, *SPARSE, "--schedule", "cross_iteration"), "--density, --select, --world-size"),
+        ((PROFILE, *SPARSE, "--schedule", "cross_iteration"), "whole: leave them out"),
         ((PROFILE, *LINK, "--schedule", "later"), "--schedule"),
-        (("missing.json", *LINK), "missing.json"),
+        (("missing.json",), "no file missing.json; give the profile.json that a training saves"),
         ((__file__, *LINK), "test_cli_plan.py: not JSON"),
     ],
 )

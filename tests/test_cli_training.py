@@ -184,6 +184,13 @@ def test_bench_prints_a_fit_and_saves_it(tmp_path: Path, capfd: pytest.CaptureFi
     assert (sizes[0], sizes[-1]) == (8, 65536)
 
 
+def test_bench_says_what_its_seconds_leave_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who gives --seconds 1 and waits for ten is not told that ranks take long to start."""
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    assert "starting the ranks comes on top" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("words", [["--largest-nbytes", "0"], ["--seconds", "-1"]])
 def test_bench_refuses_nonsense(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """One line, exit code 2."""

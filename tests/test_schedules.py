@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from training import Toy, ToyData, make_strategy, quiet_trainer
 
 from lightning_mgwfbp import TopK, WarmupCallback
-from lightning_mgwfbp.exchange.compressors import Cast
+from lightning_mgwfbp.exchange.compressors import COMPRESSORS, Cast
 from lightning_mgwfbp.schedules import against_cross_iteration, what_would_see
 
 
@@ -87,6 +87,8 @@ def test_what_cannot_be_deferred_is_named(case: str) -> None:
 def test_a_sparse_compressor_is_named() -> None:
     """Residuals would be kept of gradients that nobody has averaged."""
     assert "TopK" in str(against_cross_iteration(trainer_of(Toy()), TopK()))
+    by_name = str(against_cross_iteration(trainer_of(Toy()), COMPRESSORS["topk"]))
+    assert by_name.startswith("`compressor='topk'` does not send")
     assert against_cross_iteration(trainer_of(Toy()), Cast("bfloat16")) is None
 
 

@@ -12,7 +12,7 @@ from lightning_mgwfbp.engine.averaged_step import Closure
 from lightning_mgwfbp.engine.cross_iteration import CrossIteration
 from lightning_mgwfbp.engine.grouped_step import is_step_watched, why_not_in_parts
 from lightning_mgwfbp.engine.reducer import Reducer
-from lightning_mgwfbp.exchange.compressors import Cast
+from lightning_mgwfbp.exchange.compressors import Cast, as_written
 from lightning_mgwfbp.exchange.methods import ExchangeMethod
 
 
@@ -21,7 +21,7 @@ def why_not_deferred(
 ) -> Iterator[str]:
     """Say what stands against deferring steps, whoever drives the training."""
     if not isinstance(method, Cast | None):
-        yield f"`compressor={method!r}` does not send gradients by all-reduces"
+        yield f"`compressor={as_written(method)}` does not send gradients by all-reduces"
     if scales_loss:
         yield "a GradScaler must see all averages before the first update"
     if len(optimizers) != 1:

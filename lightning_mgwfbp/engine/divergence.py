@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import TypeVar
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mgwfbp.engine.errors import exchange_errors
 from lightning_mgwfbp.engine.fingerprint import fingerprint
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.plan.records import counted
+
+T = TypeVar("T")
 
 _MOST_VALUES_SHOWN = 4
 
@@ -65,37 +69,59 @@ class DivergenceWatch:
         """Collective: 8 bytes of each rank travel; those of each parameter only on a difference.
 
         Raises:
-            RuntimeError: on every rank alike, naming the first parameter that differs.
+            RuntimeError: on every rank alike, naming the first element that differs.
         """
         home = self._named[0][1].device
         prints = torch.stack([fingerprint(p).to(home) for _, p in self._named])  # (N,)
-        whole = int(fingerprint(prints))
-        with exchange_errors(self._transport.rank, "what stands for all weights"):
-            if len(set(self._transport.all_gather_object(whole, key="divergence"))) == 1:
-                return
-            everyone = self._transport.all_gather_object(prints.tolist(), key="divergence_prints")
-        by_parameter = list(zip(*everyone, strict=True))  # (N,) of (ranks,)
-        differing = [i for i, values in enumerate(by_parameter) if len(set(values)) > 1]
-        first = differing[0]
+        if len(set(self._everyones(int(fingerprint(prints))))) == 1:
+            return
+        by_parameter = zip(*self._everyones(prints.tolist()), strict=True)  # (N,) of (ranks,)
+        differing = [
+            named
+            for named, values in zip(self._named, by_parameter, strict=True)
+            if len(set(values)) > 1
+        ]
+        name, parameter = differing[0]
         raise RuntimeError(
             f"The ranks' weights differ after {counted(self._steps, 'step')}:"
-            f" {self._named[first][0]!r} is {_values(by_parameter[first])};"
+            f" {name!r}{self._first_difference(parameter.detach())};"
             f" {len(differing)} of {len(self._named)} parameters differ. Something changes them"
             " otherwise than by averaged gradients, on some ranks only: random numbers, `if rank =="
             " 0`, a step left out."
         )
 
+    def _first_difference(self, parameter: Tensor) -> str:
+        """Say at which index `parameter` first differs, and what it is there on each rank.
 
-def _values(prints: Sequence[int]) -> str:
-    """Say which ranks hold the same of the values whose fingerprints these are, (ranks,)."""
-    holders: dict[int, list[int]] = {}
-    for rank, value in enumerate(prints):
+        Found by bisection: of a large parameter its fingerprints travel, in some thirty messages.
+        """
+        flat = parameter.reshape(-1)
+        begin, end = 0, flat.numel()
+        while end - begin > 1:
+            middle = (begin + end) // 2
+            if len(set(self._everyones(int(fingerprint(flat[begin:middle]))))) == 1:
+                begin = middle
+            else:
+                end = middle
+        place = [int(index) for index in np.unravel_index(begin, parameter.shape)]
+        element = flat[begin]
+        values = self._everyones((int(fingerprint(element)), repr(element.item())))
+        return f"{place if place else ''} is {_values(values)}"
+
+    def _everyones(self, mine: T) -> list[T]:
+        with exchange_errors(self._transport.rank, "what stands for all weights"):
+            return self._transport.all_gather_object(mine, key="divergence")
+
+
+def _values(values: Sequence[tuple[int, str]]) -> str:
+    """Say which ranks hold which of the values, (ranks,), each its bits and its text."""
+    holders: dict[tuple[int, str], list[int]] = {}
+    for rank, value in enumerate(values):
         holders.setdefault(value, []).append(rank)
-    first, *others = map(_ranks, holders.values())
-    said = [f"one thing on {first}", *(f"another on {ranks}" for ranks in others)]
+    said = [f"{text} on {_ranks(ranks)}" for (_, text), ranks in holders.items()]
     if len(said) > _MOST_VALUES_SHOWN:
         said[_MOST_VALUES_SHOWN:] = [f"{len(said) - _MOST_VALUES_SHOWN} more elsewhere"]
-    return ", ".join(said)
+    return " and ".join(said)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -67,6 +67,10 @@ class Options:
         choices = (*get_args(Schedule), "auto")
         require_choice("schedule=...", self.schedule, choices)
         _require_positive("warmup_steps", self.warmup_steps)
+        if not isinstance(self.static_graph, bool):
+            raise ValueError(
+                f"`static_graph=...` must be True or False, got {self.static_graph!r}."
+            )
         for name, kind in (("profile", ModelProfile), ("link", AlphaBeta)):
             given = getattr(self, name)
             if not isinstance(given, kind | str | None):

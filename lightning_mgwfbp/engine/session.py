@@ -24,7 +24,7 @@ from lightning_mgwfbp.engine.membership import require_unexchanged
 from lightning_mgwfbp.engine.options import Settings, require_no_momentum
 from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.engine.warmup import WarmUp
-from lightning_mgwfbp.exchange.compressors import Cast
+from lightning_mgwfbp.exchange.compressors import Cast, as_written
 from lightning_mgwfbp.exchange.decoupled import DecoupledExchanger
 from lightning_mgwfbp.exchange.exchangers import Exchanger
 from lightning_mgwfbp.exchange.methods import make_exchanger
@@ -78,7 +78,7 @@ class Session:
         compresses_none = not any(exchanger.compresses(p) for _, p in named)
         if exchanger.keeps_residuals and compresses_none and transport.rank == 0:
             warnings.warn(
-                f"`compressor={settings.compressor!r}` has no effect: all of the model's parameters"
+                f"`compressor={as_written(method)}` has no effect: all of the model's parameters"
                 " are too small for it, and travel exactly.",
                 stacklevel=2,
             )

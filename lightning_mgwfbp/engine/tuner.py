@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from lightning_mgwfbp.engine.layout import unmeasured_profile
 from lightning_mgwfbp.engine.measured_costs import WireNbytes
 from lightning_mgwfbp.exchange.compressors import Compressor
-from lightning_mgwfbp.exchange.methods import ExchangeMethod
+from lightning_mgwfbp.exchange.methods import ExchangeMethod, kind_of
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.plan import (
     CheaperCost,
@@ -25,6 +26,7 @@ from lightning_mgwfbp.plan import (
     Planner,
     choose_densities,
     largest_hidden_densities,
+    nbytes_at_densities,
     plan_cross_iteration,
     with_forward_times,
 )
@@ -97,6 +99,7 @@ def agree_on_plan(
         )
         if isinstance(cost, CheaperCost) and isinstance(method, Compressor):
             plan = _with_densities(profile, plan, cost, method)
+        plan = replace(plan, compressor=kind_of(method))
     plan = transport.broadcast_object(plan, 0, key="plan")
     assert plan is not None
     return plan
@@ -108,10 +111,25 @@ def _with_densities(
     if not method.plan_chooses_density:
         return choose_densities(profile, plan, cost)
 
-    def cost_at(density: float) -> Cost:
-        return replace(cost.sparse, wire_nbytes=WireNbytes(method, density))
-
+    cost_at = partial(_at_density, cost, method)
     return largest_hidden_densities(profile, plan, cost_at, cost.dense, method.settled_density)
+
+
+def _at_density(cost: CheaperCost, method: Compressor, density: float) -> Cost:
+    return replace(cost.sparse, wire_nbytes=WireNbytes(method, density))
+
+
+def wire_nbytes(
+    profile: ModelProfile, plan: MergePlan, cost: Cost, method: ExchangeMethod | None
+) -> tuple[int, ...]:
+    """Bytes that a rank has to send for each merge group of a plan of `agree_on_plan`'s."""
+    if not plan.densities:
+        nbytes = cost.nbytes(cost.group_sizes(profile, plan.groups)).tolist()
+    else:
+        assert isinstance(cost, CheaperCost)
+        assert isinstance(method, Compressor)
+        nbytes = nbytes_at_densities(profile, plan, cost, partial(_at_density, cost, method))
+    return tuple(map(round, nbytes))
 
 
 def after_backward(profile: ModelProfile) -> ModelProfile:

@@ -6,6 +6,7 @@ reducer exchanges gradients after backward, so communication does not inflate ba
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from lightning_mgwfbp.engine import measured_costs, tuner
 from lightning_mgwfbp.engine.options import Settings
 from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.exchange.decoupled import DecoupledExchanger
+from lightning_mgwfbp.exchange.methods import kind_of
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.measure.backward import BackwardProfiler
 from lightning_mgwfbp.measure.forward import ForwardProfiler
@@ -35,12 +37,18 @@ from lightning_mgwfbp.plan.records import located
 
 @dataclass(frozen=True)
 class Tuned:
-    """A plan, what it was made from, and what is expected of it."""
+    """A plan, what it was made from, and what is expected of it.
+
+    Attributes:
+        wire_nbytes: of each merge group, what a rank has to send; a DDPCommHook is taken to send
+            whole gradients.
+    """
 
     plan: MergePlan
     profile: ModelProfile
     link: AlphaBeta
     timeline: Timeline | CrossTimeline
+    wire_nbytes: tuple[int, ...]
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger: counts, seconds, seconds per byte."""
@@ -99,6 +107,7 @@ class WarmUp:
         if isinstance(self._settings.planner, MergePlan):
             with located("`planner=...`"):
                 self._reducer.install(self._settings.planner)
+            self._warn_of_another_compressor(self._settings.planner)
         elif self._settings.profile is not None:
             with located("`profile=...`"):
                 profile, carried = self._settings.profile, self._reducer.layout.carried
@@ -108,6 +117,16 @@ class WarmUp:
         else:
             self.restart()
         return None
+
+    def _warn_of_another_compressor(self, plan: MergePlan) -> None:
+        given = kind_of(self._settings.compressor)
+        if plan.compressor not in ("", given) and self._transport.rank == 0:
+            warnings.warn(
+                f"`planner=...` is a plan that was made for {plan.compressor}, and is used with"
+                f" {given}: other bytes travel than it was made for. It works, but leave it out"
+                " once, to have a plan measured.",
+                stacklevel=2,
+            )
 
     def resume(self, plan: MergePlan) -> None:
         """Go on with the plan of the run that is resumed, unless another one was given or its
@@ -203,7 +222,13 @@ class WarmUp:
         )
         self._reducer.install(plan)
         self._seen = 0
-        return Tuned(plan, profile, self._link, _predict(in_time, plan, self._cost))
+        return Tuned(
+            plan,
+            profile,
+            self._link,
+            _predict(in_time, plan, self._cost),
+            tuner.wire_nbytes(profile, plan, self._cost, method),
+        )
 
     def _measure_cost(self, carried: list[Tensor], link: AlphaBeta, busy_fraction: float) -> Cost:
         method, is_given = self._settings.compressor, self._settings.link is not None

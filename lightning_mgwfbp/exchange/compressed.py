@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_mgwfbp.exchange import messages
 from lightning_mgwfbp.exchange.buckets import Bucket, accumulation_dtype
+from lightning_mgwfbp.exchange.compressors import as_written
 from lightning_mgwfbp.exchange.compressors.base import Compressor, Moment, Selection
 from lightning_mgwfbp.exchange.error_feedback import ErrorFeedback, own_or_mean
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchange, FeedbackExchanger
@@ -123,8 +124,9 @@ class CompressedExchanger(FeedbackExchanger):
         density, ranks = self.compressor.settled_density, self.transport.world_size
         asks_for_all = isinstance(self.compressor, Selection) and density == 1.0
         if self._saves_nothing(2**20, density) and not asks_for_all and self.transport.rank == 0:
+            given = as_written(self.compressor)
             warnings.warn(
-                f"`compressor={self.compressor!r}` has no effect on {ranks} ranks: its all-gather"
+                f"`compressor={given}` has no effect on {ranks} ranks: its all-gather"
                 " would move as many bytes as an all-reduce of everything, which is done instead."
                 " Give PowerSGD() or 'bf16', or a lower density.",
                 stacklevel=2,

@@ -28,6 +28,11 @@ def resolve_compressor(compressor: str | ExchangeMethod | None) -> ExchangeMetho
     )
 
 
+def kind_of(method: ExchangeMethod | None) -> str:
+    """What plans say that they were made for; densities and the like do not matter."""
+    return "no compressor" if method is None else type(method).__name__
+
+
 def make_exchanger(method: ExchangeMethod | None, transport: Transport) -> Exchanger:
     """Return what exchanges buckets by `method` over `transport`."""
     match method:

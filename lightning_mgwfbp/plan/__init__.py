@@ -3,7 +3,11 @@
 from lightning_mgwfbp.plan.costs import AlphaBeta, Cost, DenseCost, TableCost, wire_nbytes
 from lightning_mgwfbp.plan.cross_iteration import plan_cross_iteration
 from lightning_mgwfbp.plan.cross_timeline import CrossTimeline, simulate_cross_iteration
-from lightning_mgwfbp.plan.densities import choose_densities, largest_hidden_densities
+from lightning_mgwfbp.plan.densities import (
+    choose_densities,
+    largest_hidden_densities,
+    nbytes_at_densities,
+)
 from lightning_mgwfbp.plan.fit import LinkFit, fit_alpha_beta
 from lightning_mgwfbp.plan.forward import forward_split, forward_tails, with_forward_times
 from lightning_mgwfbp.plan.halves import Half, HalvesCost
@@ -68,6 +72,7 @@ __all__ = [
     "forward_tails",
     "largest_hidden_densities",
     "lower_bound_seconds",
+    "nbytes_at_densities",
     "plan_cross_iteration",
     "resolve_planner",
     "selected",

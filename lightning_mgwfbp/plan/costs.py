@@ -6,6 +6,7 @@ clocks: selecting on the compute stream, then communicating on the link. Who mer
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -59,6 +60,10 @@ class Cost(ABC):
         Whole numbers, so that sums are exact.
         """
 
+    def nbytes(self, size: ArrayLike) -> NDArray[np.float64]:
+        """Bytes that a rank has to send for a group of `size`: itself, unless said otherwise."""
+        return np.asarray(size, dtype=np.float64)
+
     @abstractmethod
     def communicate(self, size: ArrayLike) -> NDArray[np.float64]:
         """Seconds on the link for one message of `size` (one, or an array of any shape)."""
@@ -78,6 +83,14 @@ class Cost(ABC):
         """Size of all gradients before each: a group's is `offsets[stop] - offsets[start]`."""
         sizes = self.sizes(profile)
         return np.concatenate((np.zeros_like(sizes[:1]), np.cumsum(sizes, axis=0)))  # layers + 1
+
+    def group_sizes(
+        self, profile: ModelProfile, groups: Sequence[tuple[int, int]]
+    ) -> NDArray[np.float64]:
+        """Size of each merge group, (groups,) or (groups, d)."""
+        offsets = self.offsets(profile)
+        starts, stops = map(list, zip(*groups, strict=True))
+        return offsets[stops] - offsets[starts]
 
 
 @dataclass(frozen=True)

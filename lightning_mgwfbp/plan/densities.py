@@ -24,7 +24,7 @@ _PRECISION = 1e-3  # a density is the largest but for this share of itself
 
 def choose_densities(profile: ModelProfile, plan: MergePlan, cost: CheaperCost) -> MergePlan:
     """The plan with the groups marked as whole that `cost` says are cheaper dense."""
-    dense = cost.is_dense(_group_sizes(profile, plan, cost))
+    dense = cost.is_dense(cost.group_sizes(profile, plan.groups))
     densities = tuple(WHOLE if whole else None for whole in dense) if dense.any() else ()
     return replace(plan, densities=densities)
 
@@ -53,8 +53,8 @@ def largest_hidden_densities(
     require_density("`floor`", floor)
     at_floor = simulate(profile, plan, cost_at(floor))
     limits = [*(span.begin_seconds for span in at_floor.spans[1:]), -np.inf]
-    sizes = _group_sizes(profile, plan, cost_at(floor))
-    whole_seconds = dense.communicate(_group_sizes(profile, plan, dense)).tolist()
+    sizes = cost_at(floor).group_sizes(profile, plan.groups)
+    whole_seconds = dense.communicate(dense.group_sizes(profile, plan.groups)).tolist()
     readies = [float(profile.ready_seconds[stop - 1]) for _, stop in plan.groups]
     clocks = _Clocks()
     densities = []
@@ -68,6 +68,24 @@ def largest_hidden_densities(
             clocks = sparse(density)
         densities.append(density)
     return replace(plan, densities=tuple(densities))
+
+
+def nbytes_at_densities(
+    profile: ModelProfile, plan: MergePlan, cost: CheaperCost, cost_at: Callable[[float], Cost]
+) -> list[float]:
+    """Bytes that a rank has to send for each group, at the densities that the plan has chosen.
+
+    Args:
+        cost_at: what a density costs; sizes must not depend on it.
+    """
+    whole = cost.dense.nbytes(cost.dense.group_sizes(profile, plan.groups)).tolist()
+    sizes = cost.sparse.group_sizes(profile, plan.groups)
+    return [
+        nbytes
+        if density == WHOLE
+        else float((cost.sparse if density is None else cost_at(density)).nbytes(size))
+        for nbytes, size, density in zip(whole, sizes, plan.density_of_groups, strict=True)
+    ]
 
 
 class _Clocks(NamedTuple):
@@ -105,9 +123,3 @@ def _largest(clocks_at: Callable[[float], _Clocks], floor: float, limit: float) 
         else:
             high = middle
     return low
-
-
-def _group_sizes(profile: ModelProfile, plan: MergePlan, cost: Cost) -> NDArray[np.float64]:
-    offsets = cost.offsets(profile)
-    starts, stops = map(list, zip(*plan.groups, strict=True))
-    return offsets[stops] - offsets[starts]  # (groups,) or (groups, d)

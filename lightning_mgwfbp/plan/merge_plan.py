@@ -5,7 +5,7 @@ The planners write this record, the engine and the simulator read it; it has no 
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_mgwfbp.plan.records import (
     Saved,
@@ -21,7 +21,7 @@ from lightning_mgwfbp.plan.records import (
     shown,
 )
 
-_OPTIONAL = ("densities", "pieces", "gather_order")  # left out of files where empty
+_OPTIONAL = ("densities", "pieces", "gather_order", "compressor")  # left out of files where empty
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,12 @@ class MergePlan(Saved):
     A group is in it once for each of its pieces, which follow each other. There if and only if
     there are pieces.
     """
+    compressor: str = field(default="", compare=False)
+    """The kind that it was made for, in words: another sends other bytes. Empty if not known."""
 
     def __post_init__(self) -> None:
         require_text("planner", self.planner)
+        require_text("compressor", self.compressor)
         require_list("names", self.names)
         for name in self.names:
             require_text("names", name)
@@ -123,12 +126,12 @@ class MergePlan(Saved):
     def from_json(cls, text: str, source: str) -> "MergePlan":
         with located(source):
             fields = parse(text, ("planner", "names", "groups"), _OPTIONAL)
-            planner = fields.pop("planner")
+            planner, compressor = fields.pop("planner"), fields.pop("compressor", "")
             for name, value in fields.items():
                 require_list(name, value)
             groups = tuple(_pair(index, pair) for index, pair in enumerate(fields.pop("groups")))
             lists = {name: tuple(value) for name, value in fields.items()}
-            return cls(planner=planner, groups=groups, **lists)
+            return cls(planner=planner, groups=groups, compressor=compressor, **lists)
 
 
 def _pair(index: int, pair: object) -> tuple[int, int]:

@@ -120,10 +120,13 @@ class SparseCost(Cost):
         numel = np.asarray(size)[..., 0]
         return np.where(numel > 0, self.selection(numel), 0.0)
 
-    def communicate(self, size: ArrayLike) -> FloatArray:
+    def nbytes(self, size: ArrayLike) -> FloatArray:
         numel, value_nbytes, exact_nbytes = np.moveaxis(np.asarray(size), -1, 0)
         itemsize = value_nbytes / np.maximum(numel, 1.0)
-        return self.link(self.wire_nbytes(numel, itemsize) + exact_nbytes)
+        return self.wire_nbytes(numel, itemsize) + exact_nbytes
+
+    def communicate(self, size: ArrayLike) -> FloatArray:
+        return self.link(self.nbytes(size))
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,10 @@ class CheaperCost(Cost):
     def select(self, size: ArrayLike) -> FloatArray:
         _, sparse = self._split(size)
         return np.where(self.is_dense(size), 0.0, self.sparse.select(sparse))
+
+    def nbytes(self, size: ArrayLike) -> FloatArray:
+        dense, sparse = self._split(size)
+        return np.where(self.is_dense(size), self.dense.nbytes(dense), self.sparse.nbytes(sparse))
 
     def communicate(self, size: ArrayLike) -> FloatArray:
         dense, sparse = self._split(size)

@@ -35,15 +35,13 @@ def simulate(profile: ModelProfile, plan: MergePlan, cost: Cost) -> Timeline:
     plan.check_names(profile.names)
     if plan.names != profile.names:
         raise ValueError("plan must list the parameters in the profile's order: plan again")
-    offsets = cost.offsets(profile)
-    starts, stops = map(list, zip(*plan.groups, strict=True))
-    sizes = offsets[stops] - offsets[starts]
+    sizes = cost.group_sizes(profile, plan.groups)
     seconds = zip(cost.select(sizes).tolist(), cost.communicate(sizes).tolist(), strict=True)
     readies = profile.ready_seconds.tolist()
     selected = link_free = 0.0
     spans, selections = [], []
     for index, (select, communicate) in enumerate(seconds):
-        ready = readies[stops[index] - 1]
+        ready = readies[plan.groups[index][1] - 1]
         selectable, selected = ready + selected, selected + select
         begin = max(link_free, ready + selected)
         link_free = begin + communicate

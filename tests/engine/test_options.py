@@ -32,6 +32,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"profile": 3}, r"`profile=.*ModelProfile or the path.*got 3"),
     ({"profile": LINK}, r"`profile=.*ModelProfile.*AlphaBeta"),
     ({"link": (1e-3, 1e-9)}, r"`link=.*AlphaBeta or the path"),
+    ({"static_graph": 3}, r"`static_graph=.*True or False, got 3"),
+    ({"static_graph": None}, r"`static_graph=.*got None"),
     ({"replan_every_n_steps": 9, "profile": PROFILE}, r"`replan_every_n_steps=.*`profile="),
     ({"replan_every_n_steps": 9, "planner": PLAN}, r"`replan_every_n_steps=.*`planner="),
     ({"replan_every_n_steps": 9, "planner": "plan.json"}, r"`replan_every_n_steps=.*`planner="),

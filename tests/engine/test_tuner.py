@@ -289,6 +289,33 @@ def test_an_automatic_density_hides() -> None:
     assert ours.densities == ()
 
 
+@pytest.mark.parametrize(
+    ("compressor", "seconds_per_byte", "nbytes"),
+    [
+        (TopK(0.01), 1.0, [80] * 4),  # ten values with their positions
+        (TopK(0.9), 1.0, [4000] * 4),
+        (TopK("auto", density_floor=0.01), 1e-3, [4000] * 3 + [80]),
+        (TopK("auto", density_floor=0.01), 2e-3, [2000] * 3 + [80]),
+    ],
+    ids=repr,
+)
+def test_wire_nbytes(compressor: Compressor, seconds_per_byte: float, nbytes: list[int]) -> None:
+    """A plan is shown with other bytes than travel, or not with the densities that it chose."""
+    plan, _ = agreed(compressor, seconds_per_byte)
+    cost = compressed_cost(compressor, seconds_per_byte)
+    told = tuner.wire_nbytes(ModelProfile("net", LAYERS, 0.0), plan, cost, compressor)
+    assert told == pytest.approx(nbytes, rel=2e-3)
+
+
+def test_wire_nbytes_of_all_reduces() -> None:
+    """A cast is shown with the bytes of gradients."""
+    plan, profile = MergePlan(tuple("abcd"), ((0, 1), (1, 4))), ModelProfile("net", LAYERS, 0.0)
+    link = AlphaBeta(1.0, 1.0)
+    assert tuner.wire_nbytes(profile, plan, DenseCost(link), None) == (4000, 12000)
+    half = Cast("bfloat16")
+    assert tuner.wire_nbytes(profile, plan, DenseCost(link, 2), half) == (2000, 6000)
+
+
 def test_after_backward() -> None:
     """A method that needs the whole gradient is promised overlap."""
     profile = tuner.after_backward(ModelProfile("net", LAYERS, 2.0))

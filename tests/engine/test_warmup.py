@@ -185,6 +185,24 @@ def test_a_saved_plan_is_installed_at_once() -> None:
     assert training.reducer.plan == plan
 
 
+def test_a_plan_made_for_another_compressor_is_warned_about() -> None:
+    """Groups that fit whole gradients are taken for a compressed training, without a word."""
+
+    def planned(compressor: str | None) -> MergePlan:
+        training = alone(compressor=compressor, warmup_steps=1)
+        training.warmup.start()
+        tuned = training.step(0)
+        assert tuned is not None
+        return MergePlan.from_json(tuned.plan.to_json(), "a file")
+
+    with pytest.warns(UserWarning, match="made for no compressor, and is used with Cast: "):
+        alone(planner=planned(None), compressor="bf16").warmup.start()
+    with pytest.warns(UserWarning, match="made for Cast, and is used with no compressor: "):
+        alone(planner=planned("bf16")).warmup.start()
+    alone(planner=planned("bf16"), compressor="fp16").warmup.start()  # of as many bytes
+    alone(planner=plan_of(Layers(), 1, 4, 1), compressor="bf16").warmup.start()  # made by hand
+
+
 @pytest.mark.parametrize("argument", ["planner", "profile"])
 def test_a_record_of_another_model_is_refused(argument: str) -> None:
     """A foreign record is half applied instead of refused, or the parameter is not named."""

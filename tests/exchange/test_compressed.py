@@ -24,7 +24,8 @@ from ranks import run_ranks
 
 from lightning_mgwfbp.exchange.buckets import Bucket
 from lightning_mgwfbp.exchange.compressed import CompressedExchanger
-from lightning_mgwfbp.exchange.compressors import Compressor, Quantize8, RandomK, TopK
+from lightning_mgwfbp.exchange.compressors import COMPRESSORS as BY_NAME
+from lightning_mgwfbp.exchange.compressors import Compressor, Quantize8, RandomK, TopK, as_written
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchanger
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import LoopbackTransport, Transport
@@ -103,6 +104,7 @@ def test_what_saves_nothing_travels_whole(world_size: int, density: float, colle
         (TopK(0.01, density_schedule=[1.0]), 2, False),  # later
         (Quantize8(), 4, False),
         (Quantize8(), 8, True),
+        (BY_NAME["int8"], 8, True),
     ],
     ids=repr,
 )
@@ -113,7 +115,7 @@ def test_what_never_compresses_is_said_once(
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         on_ranks(CompressedExchanger, compressor, world_size=world_size)
-    said = f"`compressor={compressor!r}` has no effect on {world_size} ranks: "
+    said = f"`compressor={as_written(compressor)}` has no effect on {world_size} ranks: "
     assert [str(w.message).startswith(said) for w in warned] == [True] * has_no_effect
 
 

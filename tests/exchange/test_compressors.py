@@ -22,6 +22,7 @@ from lightning_mgwfbp.exchange.compressors import (
     Quantize8,
     RandomK,
     TopK,
+    as_written,
 )
 
 TABLE: dict[str, Compressor] = {
@@ -51,6 +52,14 @@ def random_buffer(
     signs = torch.randint(2, (numel,), generator=generator) * 2 - 1
     is_zero = torch.rand(numel, generator=generator) < (seed % 3) / 4
     return (signs * torch.where(is_zero, 0.0, 10.0**exponents)).to(dtype)
+
+
+def test_what_was_given_by_name_is_called_so() -> None:
+    """A message holds eight fields where the user wrote one word, or hides a user's own fields."""
+    assert [as_written(known) for known in COMPRESSORS.values()] == [repr(n) for n in COMPRESSORS]
+    own = TopK()
+    assert as_written(own) == repr(own)
+    assert as_written(None) == "None"
 
 
 def decoded(compressor: Compressor, buffer: Tensor, moment: Moment) -> Tensor:

@@ -36,6 +36,14 @@ def test_halves_file(tmp_path: Path) -> None:
     assert MergePlan.load(tmp_path / "plan.json") == plan
 
 
+def test_a_file_says_what_the_plan_was_made_for(tmp_path: Path) -> None:
+    """The compressor is lost, or makes another plan of one with the same groups."""
+    plan = replace(PLAN, compressor="TopK")
+    plan.save(tmp_path / "plan.json")
+    assert MergePlan.load(tmp_path / "plan.json").compressor == "TopK"
+    assert plan == PLAN
+
+
 @pytest.mark.parametrize(
     ("pieces", "gather_order", "said"),
     [
@@ -119,6 +127,8 @@ def test_no_partition(groups: tuple[tuple[int, int], ...]) -> None:
         ("gather_order", [1, 2]),
         ("gather_order", [1, 0.0]),
         ("gather_order", [True, False]),
+        ("compressor", None),
+        ("compressor", ["TopK"]),
     ],
 )
 def test_wrong_file(field: str, value: object) -> None:

@@ -106,3 +106,4 @@ def test_cheaper_way() -> None:
     assert slower.select(sizes)[:2].tolist() == [0, 4]
     assert slower.communicate(sizes).tolist() == [6, 12, 204]
     assert float(slower.communicate(sizes[1])) == 12
+    assert slower.nbytes(sizes).tolist() == [4, 8, 200]

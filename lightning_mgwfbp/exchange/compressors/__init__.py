@@ -14,6 +14,12 @@ COMPRESSORS: dict[str, Compressor] = {
     "int8": Quantize8(),
 }
 
+
+def as_written(method: object) -> str:
+    """What a user has given as `compressor=`: the name of one of these, or the text of another."""
+    return repr(next((name for name, known in COMPRESSORS.items() if known is method), method))
+
+
 __all__ = [
     "COMPRESSORS",
     "Cast",
@@ -24,4 +30,5 @@ __all__ = [
     "Selection",
     "TopK",
     "Wire",
+    "as_written",
 ]
