@@ -15,7 +15,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # `-m "not slow"` is applied by another of these hooks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs Horovod where it cannot be imported, and say why; never in CI."""
+    """What needs Horovod is slow, and skipped where it cannot be imported; never in CI."""
     why = "" if "CI" in os.environ else _why_no_horovod()
     for item in items:
         if item.get_closest_marker("horovod"):
