@@ -56,7 +56,7 @@ test: $(READY) $(HOROVOD)  ## run all tests; builds Horovod for them, once
 	@echo "==> Running all tests"
 	@$(BIN)/python -m pytest
 
-test-quick: $(READY)  ## run the tests that start no training processes
+test-quick: $(READY)  ## run the tests that are not marked slow: two minutes on two cores
 	@echo "==> Running the quick tests"
 	@$(BIN)/python -m pytest -m "not slow"
 

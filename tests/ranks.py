@@ -1,4 +1,4 @@
-"""Real gloo processes for tests: a pool that stays alive, so that torch is imported once.
+"""Real gloo processes for tests: one pool that stays alive, so that each imports torch once.
 
 `run_ranks(fn, *args, world_size=2)` runs `fn(rank, *args)` in each process, torch.distributed
 initialised; `train_ranks` runs it as a scheduler would start it, for a Trainer to initialise.
@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 _LIMIT_SECONDS = 180.0
@@ -27,32 +28,30 @@ def free_port() -> int:
 
 def run_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
     """Return what `fn(rank, *args)` returned on each rank, in a gloo process group."""
-    return _pool(world_size).run(fn, args, initialise=True)
+    return _POOL.run(fn, args, world_size, initialise=True)
 
 
 def train_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
     """The same without a process group: `LOCAL_RANK` and its like are set for a Trainer."""
-    return _pool(world_size).run(fn, args, initialise=False)
+    return _POOL.run(fn, args, world_size, initialise=False)
 
 
 class _Pool:
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        context = multiprocessing.get_context("spawn")
-        self.workers = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.workers.append((process, ours))
+    """As many processes as the largest `world_size` so far; the first of them are the ranks."""
 
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], initialise: bool) -> list[Any]:
+    def __init__(self) -> None:
+        self.workers: list[tuple[SpawnProcess, Connection]] = []
+
+    def run(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, initialise: bool
+    ) -> list[Any]:
+        self.grow(world_size)
+        ranks = self.workers[:world_size]
         port = free_port()
-        for _, pipe in self.workers:
-            pipe.send((fn, args, initialise, port, list(warnings.filters)))
+        for _, pipe in ranks:
+            pipe.send((fn, args, world_size, initialise, port, list(warnings.filters)))
         results, errors = [], []
-        for rank, (_, pipe) in enumerate(self.workers):
+        for rank, (_, pipe) in enumerate(ranks):
             try:
                 if not pipe.poll(_LIMIT_SECONDS):
                     raise TimeoutError(f"rank {rank} gave no result in {_LIMIT_SECONDS:.0f} s")
@@ -63,46 +62,43 @@ class _Pool:
         if errors:
             # whatever state the failure left behind is not for the next test
             self.close()
-            _POOLS.pop(self.world_size)
             raise RuntimeError("\n".join(errors))
         return results
 
+    def grow(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(len(self.workers), world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+
     def close(self) -> None:
-        for process, pipe in self.workers:
+        while self.workers:
+            process, pipe = self.workers.pop()
             pipe.close()
             process.kill()
             process.join()
 
 
-_POOLS: dict[int, _Pool] = {}
+_POOL = _Pool()
+atexit.register(_POOL.close)
 
 
-def discard_pools() -> None:
+def discard_pool() -> None:
     """Have the next ranks be new processes, in which nothing has run before."""
-    while _POOLS:
-        _POOLS.popitem()[1].close()
+    _POOL.close()
 
 
-def _pool(world_size: int) -> _Pool:
-    if world_size not in _POOLS:
-        _POOLS[world_size] = _Pool(world_size)
-    return _POOLS[world_size]
-
-
-@atexit.register
-def _close_pools() -> None:
-    for pool in _POOLS.values():
-        pool.close()
-
-
-def _serve(rank: int, world_size: int, pipe: Connection) -> None:
+def _serve(rank: int, pipe: Connection) -> None:
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
     torch.set_num_threads(1)
     while True:
         try:
-            fn, args, initialise, port, filters = pipe.recv()
+            fn, args, world_size, initialise, port, filters = pipe.recv()
         except EOFError:
             return
         os.environ.update(

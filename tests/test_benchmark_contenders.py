@@ -66,7 +66,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.horovod
 @pytest.mark.parametrize("name", ["horovod", "over_horovod"])  # both all-reduce
 def test_only_horovods_own_row_is_fused_by_horovod(

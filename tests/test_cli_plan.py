@@ -134,6 +134,7 @@ def test_one_gradient_is_no_plural(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("tiny: 1 gradient, 1 byte, backward")
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough() -> None:
     """A pipe that `head` closes ends in a traceback."""
     command = [sys.executable, "-m", "lightning_mgwfbp", "plan", str(PROFILE), *LINK, "--json"]

@@ -19,6 +19,7 @@ def _train(rank: int, strategy: str, kwargs: dict[str, Any]) -> Any:
     return train(rank, strategy, model="digits", steps=8, strategy_kwargs=kwargs)
 
 
+@pytest.mark.slow
 def test_the_all_reduce_hook_is_ddp() -> None:
     """A hook that averages by itself."""
     ours = train_ranks(_train, "mgwfbp", {"ddp_comm_hook": default_hooks.allreduce_hook, **WFBP})
@@ -28,6 +29,7 @@ def test_the_all_reduce_hook_is_ddp() -> None:
     assert len(ours[0]["plan"].groups) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -57,6 +59,7 @@ def _train_powersgd(rank: int) -> Any:
     return _train(rank, "mgwfbp", {**hook, **WFBP})
 
 
+@pytest.mark.slow
 def test_a_hook_with_state() -> None:
     """ddp_comm_state: PowerSGD's, which begins after the plan is made."""
     ours, other = train_ranks(_train_powersgd)

@@ -95,4 +95,4 @@ def test_scripted_code_and_parts_of_the_model() -> None:
         assert_equal_to_oracle({**SCRIPTED, **IN_THE_MODEL})
     finally:
         # in processes in which scripted functions exist nothing is deferred any more
-        ranks.discard_pools()
+        ranks.discard_pool()

@@ -13,7 +13,7 @@ import torch
 from horovod_ranks import on_horovod_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from processes import finish, python, start
-from ranks import discard_pools, free_port, run_ranks, train_ranks
+from ranks import discard_pool, free_port, run_ranks, train_ranks
 from torch import Tensor, nn
 from training import Toy, ToyData, make_strategy, quiet_trainer
 
@@ -332,7 +332,7 @@ def test_one_rank_under_ddp_ends_within_the_timeout() -> None:
             assert said
             assert seconds < 30
     finally:
-        discard_pools()  # their process groups are of no more use
+        discard_pool()  # their process groups are of no more use
 
 
 @pytest.mark.parametrize("hook", ["configure_model", "configure_optimizers"])

@@ -165,7 +165,6 @@ def test_unigram_loss_is_the_entropy_of_uniform_bytes() -> None:
     assert unigram_loss(text) == pytest.approx(math.log(256), abs=0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.horovod
 def test_horovod_plain_reaches_the_weights_of_horovods_own_optimizer() -> None:
     """Failing: MergedOptimizer in a program that was written for Horovod."""

@@ -63,7 +63,6 @@ def _over_both(rank: int, training: str) -> list[dict[str, Any]]:
     return [train(rank, name, steps=8, **TRAININGS[training]) for name in names]
 
 
-@pytest.mark.slow
 @pytest.mark.horovod
 @pytest.mark.parametrize("training", TRAININGS)
 def test_losses_and_weights_are_those_over_torch(training: str) -> None:
@@ -93,7 +92,6 @@ def _saved(
     return module.state_dict()
 
 
-@pytest.mark.slow
 @pytest.mark.horovod
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_checkpoint_holds_the_same_residuals_and_resumes(tmp_path: Path) -> None:
@@ -128,6 +126,7 @@ pl.Trainer(strategy="mgwfbp_horovod", accelerator="cpu", devices=1, logger=False
 """
 
 
+@pytest.mark.slow
 def test_without_horovod_only_its_strategy_fails() -> None:
     """An import of Horovod where nobody asked for it, or an error without the ways out."""
     ended = run([sys.executable, "-c", _WITHOUT_HOROVOD])

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import callbacks
-from ranks import train_ranks
+from ranks import discard_pool, train_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from training import Toy, ToyData, make_strategy, quiet_trainer
@@ -159,6 +159,14 @@ def fit(rank: int, schedule: str, watched_on: int) -> str:
     return steps.kind
 
 
+@pytest.fixture(scope="module")
+def fresh_ranks() -> None:
+    """In which nothing that was scripted or compiled keeps updates from being late."""
+    discard_pool()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_ranks")
 def test_all_ranks_refuse_what_one_has() -> None:
     """One rank raises, and the others wait for it."""
     for error in train_ranks(fit, "cross_iteration", 1):
@@ -166,6 +174,8 @@ def test_all_ranks_refuse_what_one_has() -> None:
         assert 'Use `schedule="backward"`' in error
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_ranks")
 def test_auto_falls_back_on_all_ranks() -> None:
     """Ranks exchange by different schedules, or "auto" refuses."""
     assert train_ranks(fit, "auto", 1) == ["AveragedStep"] * 2

@@ -27,7 +27,7 @@ def _train(rank: int, strategy: str, kwargs: dict[str, Any]) -> Any:
     return train(rank, strategy, **kwargs)
 
 
-@pytest.mark.parametrize("model", ["digits", "gpt"])
+@pytest.mark.parametrize("model", ["digits", pytest.param("gpt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "trainer_kwargs",
     [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05}],
@@ -44,6 +44,7 @@ def test_weights_and_losses_are_bit_equal(model: str, trainer_kwargs: dict[str, 
     assert len(mgwfbp[0]["plan"].groups) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["auto", "single", "threshold", "mgwfbp"])
 def test_every_planner_gives_the_same_weights(planner: str) -> None:
     """Merge groups of any shape."""

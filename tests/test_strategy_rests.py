@@ -24,6 +24,7 @@ from training import (
 from lightning_mgwfbp import MergePlan, MGWFBPStrategy, PowerSGD, Quantize8, RandomK, TopK
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     # the data are drawn by step
     pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before"),
@@ -161,7 +162,6 @@ def test_a_compressed_run_resumes_from_another(first: Any, tmp_path: Path) -> No
     assert has_rests == (first != "ddp")
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_the_mean_of_what_is_left_is_kept_by_other_numbers_of_ranks(tmp_path: Path) -> None:
     """Two ranks, four, two again."""

@@ -16,6 +16,8 @@ from training import Toy, ToyData, assert_same, make_strategy, quiet_trainer, re
 
 from lightning_mgwfbp import PowerSGD, TopK
 
+pytestmark = pytest.mark.slow
+
 COMPRESSORS = {
     "topk": TopK(0.1, dense_below_numel=0),
     "momentum": TopK(0.1, dense_below_numel=0, momentum_correction=0.9),

@@ -38,6 +38,7 @@ def _train(rank: int, strategy: str, kwargs: dict[str, Any]) -> Any:
     return train(rank, strategy, **kwargs)
 
 
+@pytest.mark.slow
 @each
 @pytest.mark.parametrize("model", ["toy", "digits"])
 def test_compressors_train(compressor: Any, model: str) -> None:
@@ -57,6 +58,7 @@ def test_compressors_train(compressor: Any, model: str) -> None:
     assert 1.0 not in first["plan"].densities  # no group is cheaper whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "compressor"),
     [("mgwfbp_topk", None), ("mgwfbp", "topk"), ("mgwfbp", "randomk"), ("mgwfbp", "int8")],
@@ -74,6 +76,7 @@ def test_names_of_compressors(strategy: str, compressor: str | None) -> None:
         assert k <= average.count_nonzero() <= 2 * k
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", [TopK(1.0, dense_below_numel=0), RandomK(1.0)])
 @pytest.mark.parametrize(
     "trainer_kwargs",
@@ -144,6 +147,7 @@ def _assert_nothing_is_lost(ranks: list[Books]) -> None:
     assert any(left.count_nonzero() > left.numel() / 4 for left in ranks[0].left.values())
 
 
+@pytest.mark.slow
 @each
 @pytest.mark.parametrize(
     ("module", "trainer_kwargs"),

@@ -69,7 +69,6 @@ def test_ragged_windows_optimizers_and_schedulers(accumulate: int, counts: tuple
         assert result["rates"] == pytest.approx([0.05 * 0.7 ** (steps // 2)])
 
 
-@pytest.mark.slow
 @pytest.mark.horovod
 def test_over_horovod() -> None:
     """The same over Horovod, beside which the counts travel over gloo."""

@@ -7,7 +7,7 @@ import torch
 from loopback import on_ranks
 from torch import nn
 
-from lightning_mgwfbp import MergedOptimizer
+from lightning_mgwfbp import AlphaBeta, MergedOptimizer
 from lightning_mgwfbp.exchange.transport import LoopbackTransport
 
 
@@ -15,7 +15,9 @@ def train(transport: LoopbackTransport, strays: tuple[int, ...], dtype: torch.dt
     """Steps of which each has an exchange, and the fourth another one on ranks in `strays`."""
     model = nn.Linear(3, 1, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    merged = MergedOptimizer(optimizer, model.named_parameters(), transport=transport)
+    merged = MergedOptimizer(
+        optimizer, model.named_parameters(), transport=transport, link=AlphaBeta(1e-3, 1e-9)
+    )
     data = torch.ones(2, 3, dtype=dtype)
     for step in range(8):
         merged.zero_grad()

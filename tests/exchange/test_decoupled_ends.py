@@ -165,6 +165,7 @@ def test_ranks_that_stop_at_different_buckets_both_end() -> None:
     assert run_ranks(unequal) == [[], []]
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_in_the_middle_of_a_step() -> None:
     """It aborts, or waits for a rank that is gone."""
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

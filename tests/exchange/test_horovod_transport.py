@@ -29,6 +29,7 @@ from lightning_mgwfbp.exchange.transport import LoopbackTransport, in_background
 from lightning_mgwfbp.measure.collectives import time_all_gather, time_all_reduce
 
 
+@pytest.mark.slow
 def test_the_package_imports_without_horovod() -> None:
     """An optional dependency that is touched by whoever does not use it."""
     program = (
@@ -111,7 +112,6 @@ for _ in range(2):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.horovod
 def test_under_horovodrun_it_takes_horovodruns_ranks() -> None:
     """A second rendezvous beside the one that horovodrun has made."""

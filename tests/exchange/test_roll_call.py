@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
@@ -37,6 +38,7 @@ def rank_2_is_gone(rank: int) -> tuple[str, str]:
     return asked
 
 
+@pytest.mark.slow
 def test_who_does_not_answer_is_named() -> None:
     """And only that one: ranks that wait elsewhere answer."""
     missing, why = run_ranks(rank_2_is_gone, world_size=3)[0]
@@ -60,6 +62,7 @@ def rank_1_does_not_come(rank: int) -> str:
     return missing
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_not_come_so_far_is_named() -> None:
     """Asking for what such a rank has never written waits for ever, or blames the store."""
     assert run_ranks(rank_1_does_not_come)[0] == f"Rank 1 {SILENT}"
@@ -108,6 +111,7 @@ class CutOff:
         return self
 
 
+@pytest.mark.slow
 def test_a_store_that_never_answers() -> None:
     """It holds up the rank that asks."""
     store = CutOff()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from fuzz_examples import (
     OPTIMIZERS,
     TOP_ALL,
@@ -27,6 +28,8 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.slow
 
 WIDE = ("float32", "float32", "float64")
 

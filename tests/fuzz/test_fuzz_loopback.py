@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from fuzz_examples import (
     OPTIMIZERS,
     TOP_ALL,
@@ -26,6 +27,8 @@ from loopback import on_ranks
 from torch import Tensor, nn
 
 from lightning_mgwfbp.exchange.transport import LoopbackTransport
+
+pytestmark = pytest.mark.slow
 
 DTYPES = ("float32", "float32", "float64", "bfloat16", "float16", "complex64")
 

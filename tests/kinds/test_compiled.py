@@ -8,7 +8,7 @@ import pytest
 import torch
 from cross_traps import Layers
 from kinds import ALL, Kind, assert_equal_to_oracle
-from ranks import discard_pools
+from ranks import discard_pool
 from torch import nn
 
 pytestmark = [
@@ -24,7 +24,7 @@ pytestmark = [
 def ranks_of_their_own() -> Any:
     """Where anything is scripted or compiled nothing is deferred any more."""
     yield
-    discard_pools()
+    discard_pool()
 
 
 class Scripted(Layers):

@@ -17,6 +17,8 @@ from training import quiet_trainer
 
 from lightning_mgwfbp import MergedOptimizer, MergePlan
 
+pytestmark = pytest.mark.slow
+
 
 def merged_of(model: nn.Module, **options: Any) -> MergedOptimizer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -148,12 +148,17 @@ def test_the_largest_numbers_that_are_let_through() -> None:
         link = AlphaBeta(1e15, 1e15)
         plan = PLANNERS["optimal"].plan(profile, DenseCost(link))
         assert np.isfinite(simulate(profile, plan, DenseCost(link)).communication_end_seconds)
+    with pytest.raises(ValueError, match=r"numel of all layers must be at most 9,007,199,254,740,"):
+        ModelProfile("more", (LayerProfile("a", 2**53, "int8", 0), layers[1]), 0)
+
+
+@pytest.mark.slow
+def test_the_largest_gradient_in_pieces() -> None:
+    """The same of deferred steps, in whose plan a gradient travels in very many pieces."""
     halves = HalvesCost.of_all_reduce(AlphaBeta(1e15, 1e15))
     profile = ModelProfile("large", (LayerProfile("a", 2**36, "float32", 1e15),), 1e15)
     plan = plan_cross_iteration(profile, halves, PLANNERS["optimal"])
     assert np.isfinite(simulate_cross_iteration(profile, plan, halves).iteration_seconds)
-    with pytest.raises(ValueError, match=r"numel of all layers must be at most 9,007,199,254,740,"):
-        ModelProfile("more", (LayerProfile("a", 2**53, "int8", 0), layers[1]), 0)
 
 
 def test_another_models() -> None:
