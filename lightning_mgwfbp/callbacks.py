@@ -111,7 +111,6 @@ class WarmupCallback(pl.Callback):
             return
         if self._preemption is not None:
             self._preemption.batch_ends()
-        session.compare_weights()
         if trainer.global_step == self._steps_seen:
             return  # an accumulation window goes on
         self._steps_seen = trainer.global_step

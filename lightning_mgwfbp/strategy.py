@@ -51,7 +51,7 @@ class MGWFBPStrategy(ExchangingStrategy):
         warmup_steps: optimizer steps to profile before the plan is made; the first is not counted.
         replan_every_n_steps: profile and plan anew after so many steps.
         detect_divergence_every_n_steps: compare the bits of all ranks' weights after so many steps,
-            and end in an error that names what differs.
+            when the next exchange is complete, and end in an error that names what differs.
         profile: a saved ModelProfile or its path, in the place of profiling.
         link: a saved AlphaBeta (seconds, seconds per byte) or its path, in the place of timing
             the network.

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from ranks import train_ranks
+from torch import Tensor
 from training import Toy, ToyData, make_strategy, quiet_trainer, sparse
 
 from lightning_mgwfbp import TopK
@@ -33,6 +34,19 @@ class LeaveOut(pl.Callback):
         optimizer.param_groups[0]["lr"] = 0.0 if is_idle else 0.1
 
 
+class StepLeftOut(Toy):
+    """Does not take the second step on rank 1."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch, batch_idx))
+        if self.global_rank == 0 or batch_idx != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
 class FrozenInPart(Toy):
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +57,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "spoiled": {"callbacks": [Spoil()]},
     "deferred": {"callbacks": [Spoil()], "strategy": {"schedule": "cross_iteration"}},
     "skipped": {"callbacks": [LeaveOut()]},
+    "left out": {"module": StepLeftOut, "strategy": {"warmup_steps": 1}},
     "frozen": {"module": FrozenInPart},
     "accumulated": {"accumulate_grad_batches": 2},
     "topk": {"strategy": sparse(TopK(0.1, dense_below_numel=0))},
@@ -64,10 +79,10 @@ def _fit_one(run: dict[str, Any]) -> tuple[str, int]:
     compared = 0
     compare = DivergenceWatch.compare
 
-    def counting(watch: DivergenceWatch) -> None:
+    def counting(watch: DivergenceWatch, steps: int) -> None:
         nonlocal compared
         compared += 1
-        compare(watch)
+        compare(watch, steps)
 
     DivergenceWatch.compare = counting  # type: ignore[method-assign]
     try:
@@ -90,7 +105,14 @@ def test_a_difference_ends_every_rank() -> None:
         assert said.startswith(f"The ranks' weights differ after 4 steps: '{weight} is ")
         assert " on rank 0 and " in said
         assert " on rank 1; " in said
-        assert compared == 2
+        assert compared == 3  # before the first step, too
+
+
+def test_a_step_left_out() -> None:
+    """Ranks compare weights of different steps, or wait for one that is elsewhere."""
+    for ((said, compared),) in train_ranks(_fit, ["left out"]):
+        assert said.startswith("The ranks are out of step")
+        assert compared == 1
 
 
 def test_no_false_alarm() -> None:

@@ -36,7 +36,8 @@ class DeferredStep:
 
     Whole are: the first, which makes the optimizer's state; those before there is a plan, or under
     `no_sync`; those whose averages are in `.grad` already or cannot be in buckets, being sparse;
-    and all where somebody has hooks on them.
+    those at which the ranks compare weights, since only here do all come by; and all where somebody
+    has hooks on them.
 
     Args:
         optimizer: whose step it is.
@@ -105,5 +106,6 @@ class DeferredStep:
             or not self._reducer.syncing
             or not self._reducer.overlaps
             or bool(self._reducer.rowwise)
+            or self._reducer.compares_weights
             or is_step_watched(self._optimizer)
         )

@@ -28,7 +28,10 @@ _MOST_VALUES_SHOWN = 4
 
 
 class DivergenceWatch:
-    """Compares all parameters after every n-th step.
+    """Compares all parameters before the first step, and after every n-th one.
+
+    A rank that leaves a step out must not wait here for others that are somewhere else. So those
+    compare that have just completed an exchange, which sees whether they are in step.
 
     What it costs is to read them, 25 ms of one core for 100 MB and tens of us for each parameter,
     and one message of a few bytes.
@@ -48,25 +51,16 @@ class DivergenceWatch:
         self._named = named_parameters
         self._transport = transport
         self._every_n_steps = every_n_steps
-        self._steps = 0
-        self._exchanges = 0
 
-    def is_due(self, exchanges: int) -> bool:
-        """Whether to compare now, the same on all ranks; to be asked after each batch.
+    def is_due(self, steps: int) -> bool:
+        """Whether to compare after so many steps."""
+        return steps % self._every_n_steps == 0
+
+    def compare(self, steps: int) -> None:
+        """Collective: 8 bytes of each rank travel; those of each parameter only on a difference.
 
         Args:
-            exchanges: how many there have been. A batch without one was not the last of its step.
-                Steps themselves are no measure, since a rank that leaves one out is what is
-                looked for.
-        """
-        if exchanges == self._exchanges:
-            return False
-        self._exchanges = exchanges
-        self._steps += 1
-        return self._steps % self._every_n_steps == 0
-
-    def compare(self) -> None:
-        """Collective: 8 bytes of each rank travel; those of each parameter only on a difference.
+            steps: how many have been taken.
 
         Raises:
             RuntimeError: on every rank alike, naming the first element that differs.
@@ -83,7 +77,7 @@ class DivergenceWatch:
         ]
         name, parameter = differing[0]
         raise RuntimeError(
-            f"The ranks' weights differ after {counted(self._steps, 'step')}:"
+            f"The ranks' weights differ after {counted(steps, 'step')}:"
             f" {name!r}{self._first_difference(parameter.detach())};"
             f" {len(differing)} of {len(self._named)} parameters differ. Something changes them"
             " otherwise than by averaged gradients, on some ranks only: random numbers, `if rank =="

@@ -88,7 +88,8 @@ class MergedOptimizer(Optimizer):
         transport: carries the gradients; by default torch.distributed over all ranks.
         warmup_steps: steps to profile.
         replan_every_n_steps: profile and plan anew after so many steps.
-        detect_divergence_every_n_steps: compare the bits of all ranks' weights after so many steps.
+        detect_divergence_every_n_steps: compare the bits of all ranks' weights after so many steps,
+            when the next exchange is complete.
         profile, link: what was measured before; with both only a compressor is timed.
         static_graph: a promise that every backward uses the same parameters on all ranks.
         grad_scaler: the one you scale losses with: what a compressor leaves behind must not be
@@ -219,7 +220,6 @@ class MergedOptimizer(Optimizer):
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:
         """Step the wrapped optimizer on the averages; each call of `closure` is synchronised."""
         result = self._step(closure, **kwargs)
-        self._session.compare_weights()
         self.tuned = self._session.warmup.step_ended() or self.tuned
         return result
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mgwfbp.engine.amendment import Amendment, amend
+from lightning_mgwfbp.engine.divergence import DivergenceWatch
 from lightning_mgwfbp.engine.layout import Layout, adapted_plan, provisional_plan
 from lightning_mgwfbp.engine.ledger import GradientLedger
 from lightning_mgwfbp.engine.membership import Membership
@@ -39,12 +40,15 @@ class Reducer:
         named_parameters: all parameters of the model, trainable or not, the same on all ranks.
         exchanger: averages buckets.
         static_graph: the caller's promise that every backward uses the same parameters equally
-            often on all ranks; spares a look at the last bucket's tail (on GPUs: a wait).
+            often on all ranks; spares a look at the last bucket's tail (on GPUs: a wait), but
+            not with a `watch`, which needs ranks in step.
+        watch: compares the ranks' weights, where they are known to be in step.
 
     Attributes:
         exchanger: the one given.
         layout: the buckets of the plan in force.
         exchanges: how many there have been.
+        steps: how many an optimizer has taken, each after an exchange.
         structure_version: how often parameters have joined or left.
 
     Raises:
@@ -57,12 +61,14 @@ class Reducer:
         exchanger: Exchanger,
         *,
         static_graph: bool = False,
+        watch: DivergenceWatch | None = None,
     ) -> None:
         named = dict(named_parameters)
         self._names, self._parameters = tuple(named), tuple(named.values())
         self.exchanger = exchanger
         self._transport = exchanger.transport
         self._static_graph = static_graph
+        self._watch = watch
         trainable = {name for name, p in named.items() if p.requires_grad}
         if not trainable:
             raise ValueError(
@@ -76,6 +82,7 @@ class Reducer:
         self._overlap = False
         self._has_launched = False  # an exchange, since the optimizer's last step
         self.exchanges = 0
+        self.steps = 0
         self.structure_version = 0
         self._ledger = GradientLedger(self._parameters, sets_aside=exchanger.keeps_residuals)
         self._membership = Membership(
@@ -99,6 +106,11 @@ class Reducer:
     def overlaps(self) -> bool:
         """Whether there is a plan by which exchanges begin during backward."""
         return self._overlap
+
+    @property
+    def compares_weights(self) -> bool:
+        """Whether the ranks compare weights when they have synchronised."""
+        return self._watch is not None and self._watch.is_due(self.steps)
 
     @property
     def syncing(self) -> bool:
@@ -148,6 +160,7 @@ class Reducer:
 
     def stepped(self) -> None:
         """Take note that an optimizer has stepped, so that ranks out of step are seen."""
+        self.steps += self._has_launched
         self._has_launched = False
 
     @contextmanager
@@ -166,11 +179,16 @@ class Reducer:
         nothing under `no_sync`.
 
         Raises:
-            RuntimeError: an exchange failed; names the merge group.
+            RuntimeError: an exchange failed; names the merge group. Or the ranks are out of step,
+                or their weights differ.
         """
-        if self._syncing:
-            self.launch()
-            self.complete()
+        if not self._syncing:
+            return
+        self.launch()
+        self.complete()
+        if self.compares_weights:
+            assert self._watch is not None
+            self._watch.compare(self.steps)
 
     @torch.no_grad()
     def launch(self) -> None:
@@ -192,7 +210,7 @@ class Reducer:
         """Whether some rank has gradients that no bucket carried; waits for the last bucket."""
         last = self._round.last
         self.finish_bucket(last)
-        if self._static_graph:
+        if self._static_graph and self._watch is None:
             return False
         noticed = self.layout.buckets[last].noticed()
         if noticed is None:

@@ -85,13 +85,15 @@ class Session:
         self._named = dict(named)
         self._settings = settings
         self._transport = transport
+        every = settings.detect_divergence_every_n_steps
+        watch = None if every is None else DivergenceWatch(named, transport, every)
         try:
-            self.reducer = Reducer(named, exchanger, static_graph=settings.static_graph)
+            self.reducer = Reducer(
+                named, exchanger, static_graph=settings.static_graph, watch=watch
+            )
         except ValueError:
             exchanger.close()  # it may have a transport of its own
             raise
-        every = settings.detect_divergence_every_n_steps
-        self._watch = None if every is None else DivergenceWatch(named, transport, every)
         self._cross_iteration: CrossIteration | None = None
         with ExitStack() as opened:  # which an error closes, too
             opened.callback(self.reducer.close)
@@ -158,18 +160,6 @@ class Session:
         """Complete the update of a step that was taken. Waits for the network."""
         if self._cross_iteration is not None:
             self._cross_iteration.flush()
-
-    def compare_weights(self) -> None:
-        """See that the ranks have the same weights, where that is due; to be called by all of them
-        after each batch. Completes a pending step first.
-
-        Raises:
-            RuntimeError: they differ; on every rank alike.
-        """
-        exchanges = self.reducer.exchanges + self.pending
-        if self._watch is not None and self._watch.is_due(exchanges):
-            self.flush()
-            self._watch.compare()
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch it is, for schedules."""

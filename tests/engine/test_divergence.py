@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def said(transport: Transport, rank: int, spoil: Spoil, world_size: int = 2) -> 
     if transport.rank == rank:
         spoil([p.data for _, p in named])
     try:
-        DivergenceWatch(named, transport, 1).compare()
+        DivergenceWatch(named, transport, 1).compare(0)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -129,7 +130,7 @@ def test_every_rank_on_its_own() -> None:
     def differ(transport: LoopbackTransport) -> str:
         named = [("w", nn.Parameter(torch.tensor(float(transport.rank))))]
         with pytest.raises(RuntimeError, match="differ after 0 steps") as error:
-            DivergenceWatch(named, transport, 1).compare()
+            DivergenceWatch(named, transport, 1).compare(0)
         return str(error.value)
 
     texts = on_ranks(differ, world_size=6)
@@ -139,11 +140,19 @@ def test_every_rank_on_its_own() -> None:
     assert _ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
 
 
-def test_when_it_is_due() -> None:
-    """Batches without an exchange count, or the n-th with one does not."""
-    watch = DivergenceWatch(weights(), LoopbackTransport.solo(), 2)
-    exchanges = [0, 1, 1, 2, 2, 3, 5, 6]
-    assert [watch.is_due(e) for e in exchanges] == [0, 0, 0, 1, 0, 0, 1, 0]
+def test_when_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanges are counted, or steps that had none: ranks do not agree on their number."""
+    compared: list[int] = []
+    monkeypatch.setattr(DivergenceWatch, "compare", lambda _, steps: compared.append(steps))
+    model = Layers()
+    merged = merged_of(model, LoopbackTransport.solo(), detect_divergence_every_n_steps=2)
+    for step, exchanges in enumerate([1, 1, 0, 3, 2, 1]):
+        for number in range(exchanges):
+            backward(model, data_of(step, number))
+            merged.synchronize()
+        with nullcontext() if exchanges else merged.no_sync():
+            merged.step()
+    assert compared == [0, 2, 2, 2, 4]
 
 
 def test_little_travels_while_all_is_well() -> None:
@@ -158,7 +167,7 @@ def test_little_travels_while_all_is_well() -> None:
             return gather(value, key=key)
 
         transport.all_gather_object = recording  # type: ignore[method-assign]
-        DivergenceWatch(weights(), transport, 1).compare()
+        DivergenceWatch(weights(), transport, 1).compare(0)
         return sent
 
     for sent in on_ranks(sizes):
@@ -180,12 +189,12 @@ def merged_of(model: nn.Module, transport: Transport, **options: Any) -> MergedO
 
 
 def train(transport: Transport, skipped: int, options: dict[str, Any]) -> str:
-    """Six steps, of which rank 1 takes the one numbered `skipped` without its optimizer."""
+    """Seven steps, of which rank 1 takes the one numbered `skipped` without its optimizer."""
     model = Layers()
     model.layers[1].bias.requires_grad_(False)
     merged = merged_of(model, transport, **dict(options))
     try:
-        for step in range(6):
+        for step in range(7):
             merged.zero_grad()
             # rank 1 never uses the last layer: other gradients, the same weights
             backward(model, data_of(transport.rank, step), (0, 1, 2)[: 3 - transport.rank])
@@ -225,7 +234,7 @@ def test_no_exchange_lets_ranks_diverge(options: dict[str, Any]) -> None:
 
 
 def test_a_skipped_step_shows_at_the_next_comparison() -> None:
-    """Weights are not compared after every third step."""
+    """Weights are not compared after every third step, when the next exchange is complete."""
     first, second = on_ranks(train, 3, {})
     assert first == second
     assert "differ after 6 steps" in first

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from engine_examples import Layers, backward, data_of
 from loopback import on_ranks
 from torch import nn
 
@@ -43,3 +46,43 @@ def test_one_that_all_have_called(dtype: torch.dtype, world_size: int) -> None:
     """A step with two exchanges is taken for ranks out of step."""
     everyone = tuple(range(world_size))
     assert on_ranks(train, everyone, dtype, world_size=world_size) == [9] * world_size
+
+
+def leave_out(transport: LoopbackTransport, stray: int, options: dict[str, Any]) -> None:
+    """Steps of which rank `stray` leaves out the fourth."""
+    model = Layers()
+    merged = MergedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        transport=transport,
+        planner="single",
+        link=AlphaBeta(1e-6, 1e-3),
+        warmup_steps=1,
+        module=model,
+        **options,
+    )
+    try:
+        for step in range(6):
+            merged.zero_grad()
+            backward(model, data_of(transport.rank, step))
+            if step != 3 or transport.rank != stray:
+                merged.step()
+    finally:
+        merged.close()
+
+
+@pytest.mark.parametrize("stray", [0, 1])
+@pytest.mark.parametrize("every", [None, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("schedule", ["backward", "cross_iteration"])
+def test_a_step_that_only_one_rank_leaves_out(schedule: str, every: int, stray: int) -> None:
+    """Ranks compare weights where one of them may be absent, and wait for it."""
+    options = {"schedule": schedule, "detect_divergence_every_n_steps": every}
+    with pytest.raises(RuntimeError, match="The ranks are out of step"):
+        on_ranks(leave_out, stray, options, timeout_seconds=10.0)
+
+
+def test_a_step_left_out_of_a_static_graph() -> None:
+    """Ranks that compare weights do not look whether all of them are there."""
+    options = {"static_graph": True, "detect_divergence_every_n_steps": 2}
+    with pytest.raises(RuntimeError, match="The ranks are out of step"):
+        on_ranks(leave_out, 1, options, timeout_seconds=10.0)
