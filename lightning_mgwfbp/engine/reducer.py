@@ -13,7 +13,6 @@ this rank has gradients which no bucket carried: see `_amend`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -22,9 +21,11 @@ from torch import Tensor, nn
 
 from lightning_mgwfbp.engine.amendment import Amendment, amend
 from lightning_mgwfbp.engine.divergence import DivergenceWatch
+from lightning_mgwfbp.engine.exposed_time import ExposedTime
 from lightning_mgwfbp.engine.layout import Layout, adapted_plan, provisional_plan
 from lightning_mgwfbp.engine.ledger import GradientLedger
 from lightning_mgwfbp.engine.membership import Membership
+from lightning_mgwfbp.engine.readiness import Readiness
 from lightning_mgwfbp.engine.round import Round
 from lightning_mgwfbp.exchange.exchangers import Exchanger
 from lightning_mgwfbp.plan import MergePlan
@@ -75,9 +76,7 @@ class Reducer:
                 "The model has no trainable parameter (requires_grad=True): nothing to exchange."
                 " Unfreeze a parameter, or train on one device without this strategy."
             )
-        count = len(named)
-        self._fired = [0] * count  # since backward began
-        self._expected = [0] * count  # the most often a parameter fired in one backward
+        self._readiness = Readiness(len(named))
         self._syncing = True
         self._overlap = False
         self._has_launched = False  # an exchange, since the optimizer's last step
@@ -134,7 +133,7 @@ class Reducer:
     @property
     def exposed_seconds(self) -> float | None:
         """Mean time per exchange, under the present plan, that was spent waiting for it."""
-        return self._waited_seconds / self._waits if self._waits else None
+        return self._exposed.mean_seconds
 
     def install(self, plan: MergePlan) -> None:
         """Exchange by `plan` from the next backward on, overlapped with it.
@@ -154,9 +153,9 @@ class Reducer:
 
     def hold(self) -> None:
         """Exchange after backward from now on, until the next `install`; learn anew how often
-        parameters fire, lest one unusual backward hold their groups back for ever."""
+        parameters fire."""
         self._overlap = False
-        self._expected = [0] * len(self._names)
+        self._readiness.forget()
 
     def stepped(self) -> None:
         """Take note that an optimizer has stepped, so that ranks out of step are seen."""
@@ -193,7 +192,7 @@ class Reducer:
     @torch.no_grad()
     def launch(self) -> None:
         """Launch what backward left incomplete: the first half of `synchronize`."""
-        with self._waiting_counted():
+        with self._exposed.counted():
             self._look_for_what_came_unseen()
             if self.exchanger.needs_whole_gradient:
                 self.exchanger.prepare(self._new_gradients())
@@ -203,7 +202,7 @@ class Reducer:
     @torch.no_grad()
     def finish_bucket(self, number: int) -> None:
         """Wait for one of the launched buckets, and put its averages in `.grad`."""
-        with self._waiting_counted():
+        with self._exposed.counted():
             self._round.finish_bucket(number)
 
     def is_noticed(self) -> bool:
@@ -225,25 +224,17 @@ class Reducer:
     def complete(self) -> None:
         """Wait for all that was launched: the second half of `synchronize`."""
         noticed = self.is_noticed()
-        with self._waiting_counted():
+        with self._exposed.counted():
             others = self._round.finish()
             amendment = self._amend(self._round.late) if noticed else None
             if amendment is not None:
                 others += amendment.averages.values()
             self.exchanger.conclude(others)
-        self._waits += 1  # under the plan that was in force
+        self._exposed.exchange_ended()  # under the plan that was in force
         if amendment is not None:
             self._adapt(amendment)
         self._reset()
         self.exchanges += 1
-
-    @contextmanager
-    def _waiting_counted(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._waited_seconds += time.perf_counter() - begin
 
     def close(self) -> None:
         """Remove all hooks, and wait for what is still on its way."""
@@ -257,13 +248,11 @@ class Reducer:
         )
         self._membership.adopt(self.layout)
         self.exchanger.adopt(self.layout.buckets, self.layout.pieces, self.layout.gather_order)
-        self._waits = 0
-        self._waited_seconds = 0.0
+        self._exposed = ExposedTime()
         self._reset()
 
     def _reset(self) -> None:
-        self._expected = list(map(max, self._expected, self._fired))
-        self._fired = [0] * len(self._names)
+        self._readiness.end()
         self._round = Round(self.layout, self._ledger, self._parameters, self.exchanger)
         self._running = False
         self._has_more = False  # than the buckets carry
@@ -277,23 +266,22 @@ class Reducer:
             return
         if not self._running:
             self._begin()
-        self._fired[i] += 1
-        if bucket >= self._round.launched and self._fired[i] == self._expected[i]:
-            self._waiting[bucket] -= 1
-            if not self._waiting[bucket] and self._overlap:
-                self._launch_ready()
+        if self._readiness.fire(i, bucket) and self._overlap:
+            self._launch_ready()
 
     def _begin(self) -> None:
         self._running = True
-        self._waiting = [
-            sum(1 for i in part if self._expected[i] and self._parameters[i].requires_grad)
-            for part in self.layout.members
-        ]
+        self._readiness.begin(
+            [
+                [i for i in members if self._parameters[i].requires_grad]
+                for members in self.layout.members
+            ]
+        )
 
     @torch.no_grad()
     def _launch_ready(self) -> None:
         round_ = self._round
-        while round_.launched < round_.last and not self._waiting[round_.launched]:
+        while round_.launched < round_.last and self._readiness.is_complete(round_.launched):
             self._launch_next()
 
     def _launch_next(self) -> None:
