@@ -14,7 +14,7 @@ _MOST_ROWS = 12
 def print_plan(tuned: Tuned) -> None:
     """Print one row for each merge group (the first and the last where there are many).
 
-    Under a compressor also the bytes that a rank has to send, and the density of each group where
+    Under a compressor also the bytes of each message, and the density of each group where
     the plan has chosen any.
     """
     plan, timeline = tuned.plan, tuned.timeline

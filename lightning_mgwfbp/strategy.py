@@ -66,7 +66,7 @@ class MGWFBPStrategy(ExchangingStrategy):
             all end with an error; "join": they stand by, contributing nothing, until all are done.
         transport: what carries gradients, "torch" (also "auto": torch.distributed) or "horovod",
             beside which torch.distributed carries Lightning's own traffic, over gloo unless
-            `process_group_backend` is another.
+            `process_group_backend` is another, and on CPUs what `schedule="cross_iteration"` sends.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend, timeout, start_method: as for DDPStrategy.
         ddp_arguments: every other argument of DDPStrategy and DistributedDataParallel; a Python

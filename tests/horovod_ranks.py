@@ -12,14 +12,28 @@ from lightning_mgwfbp.exchange.horovod_transport import HorovodTransport
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 
 
-def on_horovod_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
-    """Return what `fn(transport, *args)` returned on each rank."""
-    return run_ranks(_over_horovod, fn, args, world_size=world_size)
+class AloneTransport(HorovodTransport):
+    """As where torch.distributed does not run beside Horovod."""
+
+    def _runs_beside_torch(self) -> bool:
+        return False
 
 
-def _over_horovod(_: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def on_horovod_ranks(
+    fn: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    made: Callable[[], HorovodTransport] = HorovodTransport,
+) -> list[Any]:
+    """Return what `fn(made(), *args)` returned on each rank."""
+    return run_ranks(_over_horovod, made, fn, args, world_size=world_size)
+
+
+def _over_horovod(
+    _: int, made: Callable[[], HorovodTransport], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     assert start_horovod(TorchTransport.world())
     try:
-        return fn(HorovodTransport(), *args)
+        return fn(made(), *args)
     finally:
         stop_horovod()

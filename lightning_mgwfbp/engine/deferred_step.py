@@ -24,6 +24,9 @@ def why_not_deferred(
         yield f"`compressor={as_written(method)}` does not send gradients by all-reduces"
     if scales_loss:
         yield "a GradScaler must see all averages before the first update"
+    devices = {p.device for o in optimizers for group in o.param_groups for p in group["params"]}
+    if len(devices) > 1:
+        yield f"the parameters lie on {' and '.join(sorted(map(str, devices)))}"
     if len(optimizers) != 1:
         yield f"there are {len(optimizers)} optimizers, not one"
     for optimizer in optimizers:

@@ -154,4 +154,5 @@ def adapted_plan(
         tuple(pairwise(bounds)),
         plan.planner,
         tuple(density for _, density in kept) if plan.densities else (),
+        compressor=plan.compressor,
     )

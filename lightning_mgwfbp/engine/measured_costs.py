@@ -117,20 +117,25 @@ def exchange_cost(
 
 
 def halves_cost(
-    halves: Halves,
     transport: Transport,
+    halves: Halves,
     carried: Sequence[Tensor],
     method: ExchangeMethod | None,
-    link: AlphaBeta,
+    link: AlphaBeta | None,
     busy_fraction: float,
-    *,
-    is_given: bool,
-) -> HalvesCost:
-    """What the two halves of all-reduces cost, by a Cast or None; else as `exchange_cost`."""
+) -> tuple[AlphaBeta, HalvesCost]:
+    """The link that both halves in a row come closest to, and what they cost, by a Cast or None.
+
+    Args:
+        transport: joins the ranks.
+        halves: over the same ranks.
+        carried, method, busy_fraction: as in `measure_link`.
+        link: the user's, of a network that cannot be timed here; None: the halves are timed.
+    """
     dtype = wire_dtype(carried, method)
     itemsize = None if method is None else dtype.itemsize
-    if is_given:
-        return HalvesCost.of_all_reduce(link, itemsize)
+    if link is not None:
+        return link, HalvesCost.of_all_reduce(link, itemsize)
     nbytes, device = _count_reals(carried) * dtype.itemsize, carried[0].device
     beside = _is_beside_computation(device, busy_fraction)
     scatter, gather = (
@@ -144,7 +149,10 @@ def halves_cost(
         )
         for half in (halves.reduce_scatter, halves.all_gather)
     )
-    return HalvesCost(Table(scatter), Table(gather), itemsize)
+    # of the same sizes, up to where one took too long
+    both = [(nbytes, s + g) for (nbytes, s), (_, g) in zip(scatter, gather, strict=False)]
+    cost = HalvesCost(Table(scatter), Table(gather), itemsize)
+    return fit_alpha_beta(both).link, cost
 
 
 def _measure_all_gather(

@@ -92,7 +92,7 @@ class Session:
                 named, exchanger, static_graph=settings.static_graph, watch=watch
             )
         except ValueError:
-            exchanger.close()  # it may have a transport of its own
+            exchanger.close()  # it may have connections of its own
             raise
         self._cross_iteration: CrossIteration | None = None
         with ExitStack() as opened:  # which an error closes, too

@@ -122,7 +122,7 @@ def _at_density(cost: CheaperCost, method: Compressor, density: float) -> Cost:
 def wire_nbytes(
     profile: ModelProfile, plan: MergePlan, cost: Cost, method: ExchangeMethod | None
 ) -> tuple[int, ...]:
-    """Bytes that a rank has to send for each merge group of a plan of `agree_on_plan`'s."""
+    """Bytes of each merge group's message, of a plan of `agree_on_plan`'s."""
     if not plan.densities:
         nbytes = cost.nbytes(cost.group_sizes(profile, plan.groups)).tolist()
     else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -40,7 +39,7 @@ class Tuned:
     """A plan, what it was made from, and what is expected of it.
 
     Attributes:
-        wire_nbytes: of each merge group, what a rank has to send; a DDPCommHook is taken to send
+        wire_nbytes: of each merge group's message; a DDPCommHook is taken to send
             whole gradients.
     """
 
@@ -207,12 +206,8 @@ class WarmUp:
     def _tune(self, profile: ModelProfile, busy_fraction: float) -> Tuned:
         method = self._settings.compressor
         carried = list(self._reducer.layout.carried.values())
-        if self._link is None:
-            self._link = measured_costs.measure_link(
-                self._transport, carried, method, busy_fraction
-            ).link
-        if self._cost is None:
-            self._cost = self._measure_cost(carried, self._link, busy_fraction)
+        if self._link is None or self._cost is None:
+            self._link, self._cost = self._measured_cost(carried, busy_fraction)
         in_time = profile
         if self._reducer.exchanger.needs_whole_gradient:
             in_time = tuner.after_backward(profile)
@@ -230,13 +225,18 @@ class WarmUp:
             tuner.wire_nbytes(profile, plan, self._cost, method),
         )
 
-    def _measure_cost(self, carried: list[Tensor], link: AlphaBeta, busy_fraction: float) -> Cost:
-        method, is_given = self._settings.compressor, self._settings.link is not None
+    def _measured_cost(self, carried: list[Tensor], busy_fraction: float) -> tuple[AlphaBeta, Cost]:
+        method, given = self._settings.compressor, self._settings.link
         exchanger = self._reducer.exchanger
-        measure = measured_costs.exchange_cost
         if isinstance(exchanger, DecoupledExchanger):
-            measure = partial(measured_costs.halves_cost, exchanger.halves)
-        return measure(self._transport, carried, method, link, busy_fraction, is_given=is_given)
+            return measured_costs.halves_cost(
+                self._transport, exchanger.halves, carried, method, given, busy_fraction
+            )
+        measured = (self._transport, carried, method)
+        link = given or measured_costs.measure_link(*measured, busy_fraction).link
+        return link, measured_costs.exchange_cost(
+            *measured, link, busy_fraction, is_given=given is not None
+        )
 
 
 def _predict(profile: ModelProfile, plan: MergePlan, cost: Cost) -> Timeline | CrossTimeline:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_LARGE_NUMEL = 2**14  # of a tensor
+_LARGE_MEAN_NUMEL = 2**14
 
 
 class Bucket:
@@ -57,7 +57,7 @@ class Bucket:
 
     @property
     def padded(self) -> Tensor:
-        """The buffer, and behind it numbers without a meaning, (numel + tail + padding,)."""
+        """The buffer, and behind it zeros, (numel + tail + padding,)."""
         return self._padded
 
     @property
@@ -131,7 +131,7 @@ class Bucket:
             self._write(views, given, share)
 
     def scale_to(self, share: float) -> None:
-        """Have the buffer hold `share` times what was packed, if it does not yet."""
+        """Have the buffer hold `share` times what was packed, if `pack` did not know it yet."""
         if share != self._share:
             self.buffer.mul_(share / self._share)
             self._share = share
@@ -165,7 +165,7 @@ class Bucket:
     def _write(self, views: list[Tensor], given: list[Tensor], share: float) -> None:
         # A pass over memory less, but twice the time for each tensor. (Of complex numbers a product
         # is more than that of their parts.)
-        in_one_pass = self._numel > _LARGE_NUMEL * len(self.parameters)
+        in_one_pass = self._numel > _LARGE_MEAN_NUMEL * len(self.parameters)
         if share != 1 and in_one_pass and not given[0].is_complex():
             for view, gradient in zip(views, given, strict=True):
                 torch.mul(gradient, share, out=view)
@@ -178,6 +178,7 @@ class Bucket:
         # the buffer itself and the handle that asks make two
         if torch._C._storage_Use_Count(self._padded.untyped_storage()._cdata) > 2:
             self._padded = torch.empty_like(self._padded)
+            self._padded[self._numel :].zero_()
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:

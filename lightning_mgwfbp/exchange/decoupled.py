@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 
 from torch import Tensor
@@ -46,8 +47,8 @@ class DecoupledExchanger(Exchanger):
     """Averages buckets by reduce-scatters and, in the background, all-gathers.
 
     Args:
-        transport: carries whatever else is exchanged.
-        halves: carries reduce-scatters and all-gathers; closed with the exchanger.
+        transport: joins the ranks.
+        halves: carry buckets; closed with the exchanger.
         cast: the wire format, or None.
     """
 
@@ -198,7 +199,10 @@ class DecoupledExchange:
             self._ended.set()
 
     def abandon(self) -> None:
-        """Forget what is on its way."""
+        """Wait for what is on its way to others, and forget it."""
+        for pending in self._gathers:
+            with suppress(Exception):  # whoever stops in mid-exchange has an error already
+                pending.wait()
         if not self.finished:
             self._error = RuntimeError("its exchanger was closed in the middle of a step")
             self._ended.set()

@@ -155,7 +155,7 @@ class HorovodTransport:
         self.all_reduce(torch.zeros(1), key=f"{key} barrier").wait()
 
     def halves(self, device: torch.device) -> Halves:
-        if device.type == "cpu" and self._runs_beside_torch():  # at half the time: `HorovodHalves`
+        if device.type == "cpu" and self._runs_beside_torch():  # faster: [Note: rates]
             timeout = timedelta(seconds=self._timeout_seconds)
             return TorchTransport(dist.group.WORLD, timeout).halves(device)
         return HorovodHalves(self)

@@ -1,6 +1,6 @@
 """`SumOfRows`: the second part of a reduce-scatter that is an exchange of rows and a sum.
 
-On CPUs that is better than the libraries' own: gloo's in torch moves as many bytes as an
+The libraries' own reduce-scatters are worse on CPUs: gloo's in torch moves as many bytes as an
 all-reduce, and Horovod's now and then leaves the third of three ranks out of a half of the sums.
 """
 
@@ -22,7 +22,7 @@ class SumOfRows:
         work: brings the others.
         rows: of all ranks, each (numel,); the first may be overwritten.
         rank: this one's.
-        received: the memory of the others, which is to be given back.
+        received: the memory in which they came, which is to be given back.
         scratch: to whom.
     """
 

@@ -23,14 +23,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_mgwfbp.exchange.scratch import Scratch
 from lightning_mgwfbp.exchange.sum_of_rows import SumOfRows
 from lightning_mgwfbp.exchange.transport import Pending
 
 # torch 2.13 deprecates the names that older ones know
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 _SCATTER_TAG, _GATHER_TAG = 1, 2  # of a tag messages are matched in order
@@ -54,16 +53,17 @@ class DirectHalves:
 
     @classmethod
     def connected(
-        cls, name: str, rank: int, world_size: int, timeout: timedelta | None
+        cls, store: dist.Store, name: str, rank: int, world_size: int, timeout: timedelta | None
     ) -> DirectHalves:
         """Make both groups. Collective.
 
         Args:
-            name: the same on all ranks, and of no halves before.
+            store: where the ranks meet.
+            name: the same on all ranks, and never used before.
             rank, world_size: this rank among those that take part.
             timeout: how long a message may take before it counts as failed.
         """
-        store, timeout = _get_default_store(), timeout or default_pg_timeout
+        timeout = timeout or default_pg_timeout
         upwards, downwards = (
             dist.ProcessGroupGloo(
                 dist.PrefixStore(f"{name} {way}", store), rank, world_size, timeout
@@ -106,7 +106,8 @@ class DirectHalves:
 
 
 class _Messages:
-    """Some on their way, each to be waited for once: gloo would wait for another of its kind."""
+    """Sends and receives under way. Each is waited for once: gloo counts completions, so that a
+    second wait would not return."""
 
     def __init__(self, messages: Sequence[dist.Work]) -> None:
         self._messages = deque(messages)
@@ -136,7 +137,7 @@ class CollectiveHalves:
 
     def all_gather(self, rows: Tensor, *, key: str) -> Pending:
         own = rows[self._rank]
-        return _all_gather_single(rows.view(-1), own, group=self._gather, async_op=True)
+        return all_gather_single(rows.view(-1), own, group=self._gather, async_op=True)
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -10,14 +10,16 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_mgwfbp.exchange.torch_halves import CollectiveHalves, DirectHalves
+from lightning_mgwfbp.exchange.torch_halves import (
+    CollectiveHalves,
+    DirectHalves,
+    all_gather_single,
+)
 from lightning_mgwfbp.exchange.transport import Pending
 
 T = TypeVar("T")
-
-# torch 2.13 deprecates the name that older ones know
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class TorchTransport:
@@ -60,7 +62,7 @@ class TorchTransport:
         return dist.all_reduce(buffer, group=self._group, async_op=True)
 
     def all_gather(self, output: Tensor, buffer: Tensor, *, key: str) -> Pending:
-        return _all_gather_single(output.view(-1), buffer, group=self._group, async_op=True)
+        return all_gather_single(output.view(-1), buffer, group=self._group, async_op=True)
 
     def broadcast(self, buffer: Tensor, root: int, *, key: str) -> Pending:
         return dist.broadcast(buffer, self._global(root), group=self._group, async_op=True)
@@ -85,11 +87,12 @@ class TorchTransport:
 
     def halves(self, device: torch.device) -> DirectHalves | CollectiveHalves:
         ranks = dist.get_process_group_ranks(self._group)
-        if device.type == "cpu":
+        store = _get_default_store()  # MPI has none
+        if device.type == "cpu" and store is not None:
             # rank 0's count: others may have made more before, with ranks that are not here
             number = self.broadcast_object(next(self._count), 0, key="halves")
             name = f"lightning_mgwfbp halves {ranks} {number}"
-            return DirectHalves.connected(name, self.rank, self.world_size, self._timeout)
+            return DirectHalves.connected(store, name, self.rank, self.world_size, self._timeout)
         # Synchronised locally, a group gets its name from its ranks, and in torch 2.13 a second one
         # of that name meets at the addresses of the first. So only where others do not come here.
         is_part = len(ranks) < dist.get_world_size()

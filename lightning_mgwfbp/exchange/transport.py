@@ -29,7 +29,10 @@ class Pending(Protocol):
     """A collective that has been started."""
 
     def wait(self) -> None:
-        """Return once the result is in the buffer the collective was started with."""
+        """Return once the result is in the buffer the collective was started with.
+
+        May be called again, but by one thread at a time.
+        """
 
 
 class Transport(Protocol):
@@ -79,7 +82,8 @@ class Halves(Protocol):
     """The two halves of all-reduces, each called by all ranks in the same order.
 
     The order of one half says nothing of the other's, and each may be called by a thread of its
-    own. Both work in place, on `rows`, (world_size, numel), of which rank r owns row r.
+    own. Both work in place, on contiguous `rows`, (world_size, numel), of which rank r owns row r.
+    Waiting raises RuntimeError if another rank is gone, or does not come in time.
     """
 
     def reduce_scatter(self, rows: Tensor, *, key: str) -> Pending:
@@ -91,6 +95,12 @@ class Halves(Protocol):
 
     def close(self) -> None:
         """Give back what was opened for them."""
+
+
+class Half(Protocol):
+    """Either method of `Halves`."""
+
+    def __call__(self, rows: Tensor, *, key: str) -> Pending: ...
 
 
 class _Done:
@@ -173,17 +183,17 @@ class LoopbackTransport:
         self._hub.meet(self.rank, key, None, list)
 
     def halves(self, device: torch.device) -> LoopbackHalves:
-        return LoopbackHalves(self, self._sibling())
+        return LoopbackHalves(self, self._another())
 
     def close(self) -> None:
         return
 
-    def _sibling(self) -> LoopbackTransport:
+    def _another(self) -> LoopbackTransport:
         def first(hubs: list[_Hub]) -> _Hub:
             return hubs[0]
 
         mine = _Hub(self.world_size, self._hub.timeout_seconds)
-        return LoopbackTransport(self._hub.meet(self.rank, "sibling", mine, first), self.rank)
+        return LoopbackTransport(self._hub.meet(self.rank, "halves", mine, first), self.rank)
 
 
 class LoopbackHalves:

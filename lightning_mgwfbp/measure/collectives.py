@@ -17,25 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_mgwfbp.exchange.transport import Pending, Transport
+from lightning_mgwfbp.exchange.transport import Half, Pending, Transport
 
 Start = Callable[[Tensor, str], Pending]  # a message and its key
 
 
-class Half(Protocol):
-    """One of `Halves`."""
-
-    def __call__(self, rows: Tensor, *, key: str) -> Pending: ...
-
-
 _SMALLEST_NBYTES = 8
 _MOST_IN_FLIGHT = 4
-_MOST_PIECES_IN_FLIGHT = 16  # those of one bucket are launched together
+# Those of one bucket are launched together, and all-gathers follow each other closely.
+_MOST_PIECES_IN_FLIGHT = 16
 _GROWTH = 4  # from one size to the next
 _QUICK_SECONDS = 0.01  # what is so short is repeated more often: it is noisier, too
 _MOST_REPEATS = 15

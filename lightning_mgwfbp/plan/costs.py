@@ -61,7 +61,7 @@ class Cost(ABC):
         """
 
     def nbytes(self, size: ArrayLike) -> NDArray[np.float64]:
-        """Bytes that a rank has to send for a group of `size`: itself, unless said otherwise."""
+        """Bytes of the message of a group of `size`: itself, unless said otherwise."""
         return np.asarray(size, dtype=np.float64)
 
     @abstractmethod

@@ -43,8 +43,8 @@ _LINKS = (0.85, 1.0, 1.2)  # seconds of a message in training, as multiples of t
 # What a message takes the host to launch and end, and so must shorten the iteration by:
 # [Note: pieces] in exchange/decoupled.py.
 _HOST_SECONDS = 1e-4
-# The few all-gathers that are under way are before an urgent reduce-scatter, and what travels whole
-# arrives late. Unless start-ups take more than a share of such a piece.
+# A reduce-scatter queues behind the few all-gathers that are under way, and a piece is of use only
+# whole: so pieces are bounded, unless start-ups take more than a share of such a piece.
 _MOST_PIECE_NBYTES = 2.0**21
 _START_UP_SHARE = 0.25
 

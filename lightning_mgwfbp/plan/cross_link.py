@@ -3,8 +3,8 @@
 It takes one message at a time, and finishes it. Reduce-scatters follow each other in the order of
 the groups, each from when its group's last gradient exists. All-gathers have an order of their own,
 the same on all ranks. They fill the gaps between reduce-scatters, and what is left follows: where
-both could go the reduce-scatter does, because what became ready later is as a rule used earlier, so
-it is the more urgent one.
+both could go the reduce-scatter does. (In training it comes behind one or two all-gathers, so this
+is a simplification.)
 """
 
 import math

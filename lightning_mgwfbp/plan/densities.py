@@ -73,7 +73,7 @@ def largest_hidden_densities(
 def nbytes_at_densities(
     profile: ModelProfile, plan: MergePlan, cost: CheaperCost, cost_at: Callable[[float], Cost]
 ) -> list[float]:
-    """Bytes that a rank has to send for each group, at the densities that the plan has chosen.
+    """Bytes of each group's message, at the densities that the plan has chosen.
 
     Args:
         cost_at: what a density costs; sizes must not depend on it.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from horovod_ranks import on_horovod_ranks
+from horovod_ranks import AloneTransport, on_horovod_ranks
 from loopback import on_ranks, same_bits
 from ranks import run_ranks
 from torch import Tensor
@@ -18,8 +18,6 @@ from lightning_mgwfbp.exchange.buckets import Bucket
 from lightning_mgwfbp.exchange.compressors import Cast
 from lightning_mgwfbp.exchange.decoupled import DecoupledExchanger
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchanger
-from lightning_mgwfbp.exchange.horovod_halves import HorovodHalves
-from lightning_mgwfbp.exchange.horovod_transport import HorovodTransport
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import (
     LoopbackHalves,
@@ -110,13 +108,8 @@ def over_horovod(run: Callable[..., Any], *args: Any, world_size: int) -> list[A
     return on_horovod_ranks(run, *args, world_size=world_size)
 
 
-def _over_horovod_alone(transport: HorovodTransport, run: Callable[..., Any], *args: Any) -> Any:
-    transport.halves = lambda _: HorovodHalves(transport)  # type: ignore[method-assign]
-    return run(transport, *args)
-
-
 def over_horovod_alone(run: Callable[..., Any], *args: Any, world_size: int) -> list[Any]:
-    return on_horovod_ranks(_over_horovod_alone, run, *args, world_size=world_size)
+    return on_horovod_ranks(run, *args, world_size=world_size, made=AloneTransport)
 
 
 over_each = pytest.mark.parametrize(

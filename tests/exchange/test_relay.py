@@ -1,4 +1,4 @@
-"""A failure here is an all-gather that is sent too early, too late, or before a more urgent one."""
+"""A failure here is an all-gather that is sent too early, too late, or beside too many others."""
 
 from __future__ import annotations
 

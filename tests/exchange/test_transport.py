@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from horovod_ranks import on_horovod_ranks
+from horovod_ranks import AloneTransport, on_horovod_ranks
 from loopback import on_ranks, same_bits
 from ranks import run_ranks
 
-from lightning_mgwfbp.exchange.horovod_halves import HorovodHalves
-from lightning_mgwfbp.exchange.horovod_transport import HorovodTransport
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import LoopbackTransport, Transport
 
@@ -24,11 +22,6 @@ def _over_gloo(_: int, check: Callable[[Transport], Any]) -> Any:
         return check(transport)
     finally:
         transport.close()
-
-
-def _over_horovod_alone(transport: HorovodTransport, check: Callable[[Transport], Any]) -> Any:
-    transport.halves = lambda _: HorovodHalves(transport)  # type: ignore[method-assign]
-    return check(transport)
 
 
 def loopback(check: Callable[[Transport], Any]) -> list[Any]:
@@ -44,7 +37,7 @@ def horovod(check: Callable[[Transport], Any]) -> list[Any]:
 
 
 def horovod_alone(check: Callable[[Transport], Any]) -> list[Any]:
-    return on_horovod_ranks(_over_horovod_alone, check)
+    return on_horovod_ranks(check, made=AloneTransport)
 
 
 TRANSPORTS = [loopback, gloo, pytest.param(horovod, marks=pytest.mark.horovod)]
@@ -142,6 +135,19 @@ def both_halves(transport: Transport) -> list[Any]:
 def test_both_halves_make_an_all_reduce(run: Run) -> None:
     """The own row is overwritten before it is read; or waiting twice adds twice, or hangs."""
     assert run(both_halves) == [[[10, 12], [14, 16]]] * 2
+
+
+def kind_of_halves(transport: Transport) -> str:
+    halves = transport.halves(CPU)
+    halves.close()
+    return type(halves).__name__
+
+
+@pytest.mark.horovod
+def test_beside_horovod_halves_go_over_torch() -> None:
+    """Half the rate; or a group of ranks that are not Horovod's, where torch runs otherwise."""
+    assert on_horovod_ranks(kind_of_halves) == ["DirectHalves"] * 2
+    assert on_horovod_ranks(kind_of_halves, made=AloneTransport) == ["HorovodHalves"] * 2
 
 
 def left_too_early(transport: Transport) -> bool:
