@@ -23,7 +23,6 @@ from torch import multiprocessing
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.measure.collectives import time_all_reduce
 from lightning_mgwfbp.plan import LinkFit, fit_alpha_beta
-from lightning_mgwfbp.plan_table import describe_link
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LOCAL_RANKS = 2
@@ -134,7 +133,7 @@ def _report(fit: LinkFit, world_size: int, request: _Request) -> None:
         "measured (us)",
         "fitted (us)",
         title=f"all-reduce of {request.dtype} over {world_size} ranks, {request.backend}",
-        caption=f"{describe_link(fit.link)}; R^2 {fit.r_squared:.4f}",
+        caption=f"{fit.link}; R^2 {fit.r_squared:.4f}",
     )
     for nbytes, seconds in fit.samples:
         fitted = float(fit.link(nbytes))

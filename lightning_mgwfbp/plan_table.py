@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_mgwfbp.engine.warmup import Tuned
-from lightning_mgwfbp.plan import AlphaBeta, CrossTimeline, Timeline
+from lightning_mgwfbp.plan import CrossTimeline, Timeline
 
 _MOST_ROWS = 12
 
@@ -20,7 +20,7 @@ def print_plan(tuned: Tuned) -> None:
     plan, timeline = tuned.plan, tuned.timeline
     table = Table(
         title=f"merge groups by planner {plan.planner!r}: {len(plan.groups)}",
-        caption=f"{describe_link(tuned.link)}; backward ends at"
+        caption=f"{tuned.link}; backward ends at"
         f" {timeline.backward_seconds * 1e3:.1f} ms, {_prediction(timeline)}",
     )
     columns = _columns(tuned)
@@ -28,7 +28,7 @@ def print_plan(tuned: Tuned) -> None:
         table.add_column(heading, justify="right")
     rows = list(zip(*columns.values(), strict=True))
     if len(rows) > _MOST_ROWS:
-        rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = [("...",)]
+        rows[_MOST_ROWS // 2 : -(_MOST_ROWS // 2)] = [("...",)]
     for row in rows:
         table.add_row(*row)
     Console().print(table)
@@ -60,14 +60,6 @@ def _shown(density: float | None, *, sends_less: bool) -> str:
     if density is None:
         return "as given" if sends_less else "whole"  # of parameters too small to be compressed
     return "whole" if density == 1 else f"{density:.2g}"
-
-
-def describe_link(link: AlphaBeta) -> str:
-    """Alpha and beta in units of their usual size; a beta of 0 is said to be one."""
-    alpha = f"alpha {link.alpha * 1e6:.1f} us, beta "
-    if link.beta == 0:
-        return alpha + "0: the link is faster than messages of these sizes can show"
-    return f"{alpha}{link.beta * 1e9:.3g} ns per byte"
 
 
 def _prediction(timeline: Timeline | CrossTimeline) -> str:

@@ -13,7 +13,7 @@ from lightning_mgwfbp.plan import (
     ModelProfile,
     simulate,
 )
-from lightning_mgwfbp.plan_table import describe_link, print_plan
+from lightning_mgwfbp.plan_table import print_plan
 
 LAYERS = tuple(LayerProfile(f"p{index}", 1000, "float32", 0.001) for index in range(20))
 
@@ -64,16 +64,3 @@ def test_many_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert [int(row.split()[1]) for row in rows] == [*range(6), *range(14, 20)]
     rows = [line for line in printed(tuned(12), capsys).splitlines() if "4,000" in line]
     assert len(rows) == 12
-
-
-@pytest.mark.parametrize(
-    ("link", "said"),
-    [
-        (AlphaBeta(1e-4, 8e-9), "alpha 100.0 us, beta 8 ns per byte"),
-        (AlphaBeta(1e-4, 1e-13), "alpha 100.0 us, beta 0.0001 ns per byte"),
-        (AlphaBeta(1e-4, 0.0), "beta 0: the link is faster than messages of these sizes can show"),
-    ],
-)
-def test_describe_link(link: AlphaBeta, said: str) -> None:
-    """A fast link's beta is rounded to 0, or one of 0 is printed without a word."""
-    assert said in describe_link(link)

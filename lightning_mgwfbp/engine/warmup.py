@@ -122,8 +122,8 @@ class WarmUp:
         if plan.compressor not in ("", given) and self._transport.rank == 0:
             warnings.warn(
                 f"`planner=...` is a plan that was made for {plan.compressor}, and is used with"
-                f" {given}: other bytes travel than it was made for. It works, but leave it out"
-                " once, to have a plan measured.",
+                f" {given}: other bytes travel than it was made for. It works, but a run"
+                " without `planner` would measure a better one.",
                 stacklevel=2,
             )
 

@@ -34,6 +34,12 @@ class AlphaBeta(Saved):
         """Seconds for a message of `nbytes` (a number or an array of any shape)."""
         return self.alpha + self.beta * np.asarray(nbytes)
 
+    def __str__(self) -> str:
+        alpha = f"alpha {self.alpha * 1e6:.1f} us, beta "
+        if self.beta == 0:
+            return alpha + "0: the link is faster than messages of these sizes can show"
+        return f"{alpha}{self.beta * 1e9:.3g} ns per byte"
+
     def to_json(self) -> str:
         return dump(alpha=self.alpha, beta=self.beta)
 

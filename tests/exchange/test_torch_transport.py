@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 
+_CPU = torch.device("cpu")
+
 
 def test_it_says_what_to_initialise() -> None:
     """A bare error from inside torch, which does not say what to do."""
@@ -45,7 +47,9 @@ def test_close_leaves_a_given_group_alone() -> None:
     assert run_ranks(_given_group) == [2.0, 2.0]
 
 
-def _two_sums(rank: int, dtype: torch.dtype, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _two_sums(
+    rank: int, device: torch.device, dtype: torch.dtype, world_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The sum over all ranks by an all-reduce, by its two halves, and in the order of ranks."""
     transport = TorchTransport()
     given = [
@@ -54,7 +58,7 @@ def _two_sums(rank: int, dtype: torch.dtype, world_size: int) -> tuple[Tensor, T
     ]
     whole, halves = given[rank].clone(), given[rank].clone()
     transport.all_reduce(whole, key="whole").wait()
-    by = transport.halves(torch.device("cpu"))
+    by = transport.halves(device)
     by.reduce_scatter(halves, key="scatter").wait()
     by.all_gather(halves, key="gather").wait()
     by.close()
@@ -71,9 +75,37 @@ def _two_sums(rank: int, dtype: torch.dtype, world_size: int) -> tuple[Tensor, T
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_reduce_scatter_adds_in_the_order_of_ranks(dtype: torch.dtype, world_size: int) -> None:
     """Two ranks get other bits than an all-reduce's, or sums depend on who comes first."""
-    for whole, halves, in_order in run_ranks(_two_sums, dtype, world_size, world_size=world_size):
+    args = (_CPU, dtype, world_size)
+    for whole, halves, in_order in run_ranks(_two_sums, *args, world_size=world_size):
         assert same_bits(halves, in_order)
         assert world_size > 2 or same_bits(halves, whole)
+
+
+def test_halves_by_collectives_make_an_all_reduce() -> None:
+    """What accelerators use takes another row for its own, or a group that is not there."""
+    for whole, halves, _ in run_ranks(_two_sums, torch.device("meta"), torch.float32, 2):
+        assert same_bits(halves, whole)
+
+
+def _part(rank: int) -> list[list[float]]:
+    group = dist.new_group([0, 1])
+    sums = []
+    for _ in range(3 if rank < 2 else 0):
+        transport = TorchTransport(group)
+        both = [transport.halves(_CPU), transport.halves(_CPU)]
+        for halves in both:
+            rows = torch.full((2, 1), rank + 1.0)
+            halves.reduce_scatter(rows, key="scatter").wait()
+            halves.all_gather(rows, key="gather").wait()
+            sums.append(rows.flatten().tolist())
+            halves.close()
+        transport.close()
+    return sums
+
+
+def test_ranks_of_a_part_meet_again_and_again() -> None:
+    """Halves of a group that not all ranks belong to meet at the addresses of others before."""
+    assert run_ranks(_part, world_size=3) == [[[3.0, 3.0]] * 6] * 2 + [[]]
 
 
 def _subgroup(rank: int) -> list[int]:

@@ -135,3 +135,16 @@ def test_fit_refuses_samples(sample: tuple[float, float]) -> None:
     """A size or time that cannot have been measured is fitted."""
     with pytest.raises(ValueError, match="samples must"):
         fit_alpha_beta([(1, 1.0), sample])
+
+
+@pytest.mark.parametrize(
+    ("link", "said"),
+    [
+        (AlphaBeta(1e-4, 8e-9), "alpha 100.0 us, beta 8 ns per byte"),
+        (AlphaBeta(1e-4, 1e-13), "alpha 100.0 us, beta 0.0001 ns per byte"),
+        (AlphaBeta(1e-4, 0.0), "beta 0: the link is faster than messages of these sizes can show"),
+    ],
+)
+def test_a_link_in_words(link: AlphaBeta, said: str) -> None:
+    """A fast link's beta is rounded to 0, or one of 0 is printed without a word."""
+    assert said in str(link)
