@@ -15,7 +15,7 @@ How large the share is, and how to cut into groups and pieces, is searched for: 
 and those of all planners; then cuts that pay nothing are undone. Each is judged by its mean on
 links that take somewhat less or more time than was measured. That is not exact, but
 `CrossTimeline.lower_bound_seconds` says how far off it is at most: on the profiles of ResNet-50,
-ViT-Base and GPT-2 at 1 Gbit/s 2.2 %, nearly all of it start-ups of pieces that travel well.
+ViT-Base and GPT-2 at 1 Gbit/s 2.4 %, nearly all of it start-ups of pieces that travel well.
 """
 
 from collections.abc import Iterable, Iterator
