@@ -92,7 +92,7 @@ def test_a_killed_rank_ends_the_others_with_a_named_merge_group(
     survivor = finish_soon(ranks[0], TIMEOUT)
     finish(ranks[1])
     host = os.uname().nodename
-    assert_explained(survivor, f"Rank 1 (on {host}) was killed, is stopped, or", options)
+    assert_explained(survivor, f"Rank 1 (on {host}) has ended, is stopped, or", options)
 
 
 @each
@@ -124,7 +124,7 @@ def test_a_launched_rank_is_killed(tmp_path: Path) -> None:
     """The main process is left the time to say so."""
     main, child = launched(tmp_path)
     os.kill(child, signal.SIGKILL)
-    assert_explained(finish_soon(main), "was killed, is stopped, or cannot be reached")
+    assert_explained(finish_soon(main), "has ended, is stopped, or cannot be reached")
 
 
 def test_a_launched_rank_raises(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_launched_rank_is_stopped(tmp_path: Path) -> None:
     main, child = launched(tmp_path)
     os.kill(child, signal.SIGSTOP)
     ended = finish_soon(main)
-    assert_explained(ended, "was killed, is stopped, or cannot be reached")
+    assert_explained(ended, "has ended, is stopped, or cannot be reached")
 
 
 def test_the_launching_rank_is_killed(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from benchmarks import netlab
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 5.0
-GONE = "was killed, is stopped, or cannot be reached: read the other ranks' output first"
+GONE = "has ended, is stopped, or cannot be reached: read the other ranks' output first"
 NO_STORE = f"Rank 0, or the host that keeps its store, {GONE}"
 horovod = pytest.param({"transport": "horovod"}, marks=pytest.mark.horovod, id="horovod")
 cross_iteration = pytest.param({"schedule": "cross_iteration"}, id="cross_iteration")

@@ -11,7 +11,7 @@ from training import quiet_trainer
 
 from lightning_mgwfbp.preemption import Preemption
 
-SILENT = "Rank 1 (on host) was killed, is stopped, or cannot be reached"
+SILENT = "Rank 1 (on host) has ended, is stopped, or cannot be reached"
 
 
 @dataclass

@@ -173,7 +173,12 @@ def _read(
     if transport.rank == 0:
         try:
             outcome = kind.load(given)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            outcome = ValueError(
+                f"`{argument}={given!r}` cannot be read: {error.strerror}. A training saves one"
+                " with `WarmupCallback(save_dir=...)`."
+            )
+        except ValueError as error:
             outcome = ValueError(f"`{argument}=...`: {error}")
     outcome = transport.broadcast_object(outcome, 0, key=argument)
     if isinstance(outcome, ValueError):

@@ -1,9 +1,9 @@
 """`Bucket`: one flat buffer for the gradients of some parameters of one dtype and device.
 
 Behind the gradients lies a tail of small numbers that travel in the same message: for each
-parameter 1 where this rank has a gradient for it, and one more value for whatever the ranks must
-agree on. After the exchange a number above zero means "somewhere": the values are averaged, and
-narrow on the wire, so nothing more can be read from them.
+parameter 1 where this rank has a gradient for it, and three more for what the ranks must agree on.
+After the exchange a number above zero means "somewhere": the values are averaged, and narrow on the
+wire, so nothing more can be read from them.
 
 Complex gradients are kept as pairs of reals, so that every transport can sum them.
 """
@@ -18,8 +18,11 @@ from torch import Tensor
 _LARGE_MEAN_NUMEL = 2**14
 
 
+_FLAGS = 3  # behind those of the parameters: notice, again, not again
+
+
 class Bucket:
-    """Flat buffer, (sum of numels + number of parameters + 1,), and how gradients lie in it.
+    """Flat buffer, (sum of numels + number of parameters + 3,), and how gradients lie in it.
 
     Gradients get their parameter's own strides where those are dense (channels_last), else
     contiguous ones.
@@ -39,7 +42,7 @@ class Bucket:
         sample = self.parameters[0]
         self._sizes = [p.numel() * (2 if p.is_complex() else 1) for p in self.parameters]
         self.body_numel = sum(self._sizes[:compressed])
-        self._tail_numel = len(self.parameters) + 1
+        self._tail_numel = len(self.parameters) + _FLAGS
         self._numel = sum(self._sizes) + self._tail_numel
         self._padded = torch.empty(
             self._numel, dtype=real_dtype(sample.dtype), device=sample.device
@@ -48,7 +51,6 @@ class Bucket:
         self._used: Sequence[bool] = ()
         self._complete = False
         self._share = 1.0
-        self._again = False
 
     @property
     def buffer(self) -> Tensor:
@@ -67,7 +69,7 @@ class Bucket:
 
     @property
     def tail(self) -> Tensor:
-        """What travels behind them, (number of parameters + 1,)."""
+        """What travels behind them, (number of parameters + 3,)."""
         return self._padded[self._numel - self._tail_numel : self._numel]
 
     @property
@@ -104,20 +106,20 @@ class Bucket:
         Args:
             gradients: one for each parameter, of its shape and dtype.
             used: this rank's usage flag for each parameter.
-            notice: this rank's part of the value behind the usage flags.
-            again: likewise; where all ranks agree on it, it makes no difference.
+            notice: whether this rank has something to say, see `noticed`.
+            again: what all ranks must agree on.
             share: what the exchanger will want, as in `scale_to`; it is sooner done here.
         """
         self._let_go_of_held_views()
         self._views = self.as_gradients(self.data)
         tail = self.tail
         tail.fill_(1)
-        tail[-1] = -1 - notice if again else notice
-        self._again = again
+        for place, flag in enumerate((notice, again, not again), start=-_FLAGS):
+            tail[place] = flag
         self._used = used
         self._complete = all(used)
         if not self._complete:
-            tail[:-1] = torch.tensor(used, dtype=tail.dtype)
+            tail[:-_FLAGS] = torch.tensor(used, dtype=tail.dtype)
         tail.mul_(share)
         self._share = share
         views, given = self._views, [g for g in gradients if g is not None]
@@ -150,17 +152,14 @@ class Bucket:
         all of them."""
         if self._complete:
             return [True] * len(self.parameters)
-        flags: list[bool] = (self.tail[:-1] > 0).tolist()
+        flags: list[bool] = (self.tail[:-_FLAGS] > 0).tolist()
         return flags
 
     def noticed(self) -> bool | None:
-        """Whether any rank set `notice`; None if others have not set `again` as this one has, which
-        at least one of them sees. Waits for the device."""
-        mean = float(self.tail[-1])
-        if not self._again:
-            return None if mean < 0 else mean > 0
-        # in a narrow dtype the mean of many ranks' -1 is a little off
-        return None if mean > -0.75 else mean < -1 - torch.finfo(self.tail.dtype).eps
+        """Whether any rank set `notice`; None, on all ranks, if not all had the same `again`.
+        Waits for the device."""
+        notice, again, not_again = (self.tail[-_FLAGS:] > 0).tolist()
+        return None if again and not_again else bool(notice)
 
     def _write(self, views: list[Tensor], given: list[Tensor], share: float) -> None:
         # A pass over memory less, but twice the time for each tensor. (Of complex numbers a product

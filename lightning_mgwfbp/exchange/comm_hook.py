@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 from lightning_mgwfbp.exchange.buckets import Bucket
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger, Exchange, Exchanger
@@ -123,7 +122,7 @@ class CommHookExchanger(Exchanger):
                 f" `transport='torch'`, got {type(transport).__name__}."
             )
         self._method = method
-        self._timeout = transport._timeout or default_pg_timeout
+        self._timeout = transport.timeout
         self._buckets: list[Bucket] = []
         self._running: torch._C.Future | None = None
 

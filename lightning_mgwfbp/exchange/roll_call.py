@@ -2,7 +2,7 @@
 
 A collective that fails says neither which rank it waited for nor what became of that one. So every
 rank listens for calls, in a thread that looks once a second. A rank in trouble calls the roll: who
-answers is alive, whatever else it waits for; who does not was killed, is stopped, or is cut off.
+answers is alive, whatever else it waits for; who does not has ended, is stopped, or is cut off.
 A rank that ends with an error of its own tells the others what it was.
 
 The store is kept by rank 0, or by torchrun's agent on its host; where it is gone, so are they.
@@ -29,7 +29,7 @@ _ANSWER_SECONDS = 2.5
 _STORE_SECONDS = 1.0  # for the store's own answers, beyond that
 _MOST_NAMED = 8
 _LAST_WORDS = ("ended", "failed")  # of a rank that may be gone by now
-_SILENT = "was killed, is stopped, or cannot be reached"
+_SILENT = "has ended, is stopped, or cannot be reached"
 
 
 class RollCall:

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 from lightning_mgwfbp.exchange.scratch import Scratch
 from lightning_mgwfbp.exchange.sum_of_rows import SumOfRows
@@ -53,7 +52,7 @@ class DirectHalves:
 
     @classmethod
     def connected(
-        cls, store: dist.Store, name: str, rank: int, world_size: int, timeout: timedelta | None
+        cls, store: dist.Store, name: str, rank: int, world_size: int, timeout: timedelta
     ) -> DirectHalves:
         """Make both groups. Collective.
 
@@ -63,7 +62,6 @@ class DirectHalves:
             rank, world_size: this rank among those that take part.
             timeout: how long a message may take before it counts as failed.
         """
-        timeout = timeout or default_pg_timeout
         upwards, downwards = (
             dist.ProcessGroupGloo(
                 dist.PrefixStore(f"{name} {way}", store), rank, world_size, timeout
@@ -114,8 +112,12 @@ class _Messages:
 
     def wait(self) -> None:
         while self._messages:
-            self._messages[0].wait()
-            self._messages.popleft()
+            message = self._messages.popleft()
+            try:
+                message.wait()
+            except Exception:  # not an interrupt, which is raised when gloo's wait has returned
+                self._messages.appendleft(message)
+                raise
 
 
 class CollectiveHalves:

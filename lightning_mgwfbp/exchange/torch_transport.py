@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_mgwfbp.exchange.torch_halves import (
@@ -31,7 +32,11 @@ class TorchTransport:
 
     Args:
         process_group: an existing group to use instead; it is then not destroyed by `close`.
-        timeout: how long a collective may take before it counts as failed, in own groups.
+        timeout: how long a collective may take before it counts as failed, in own groups; where
+            left out, as long as in the group given, or as torch's own default says.
+
+    Attributes:
+        timeout: that of own groups.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -48,8 +53,8 @@ class TorchTransport:
                 " first (Lightning's strategies do)."
             )
         self._owned = process_group is None
-        self._timeout = timeout
         self._group = dist.new_group(timeout=timeout) if process_group is None else process_group
+        self.timeout = timeout or _timeout_of(self._group)
         self.rank = dist.get_rank(self._group)
         self.world_size = dist.get_world_size(self._group)
 
@@ -92,11 +97,11 @@ class TorchTransport:
             # rank 0's count: others may have made more before, with ranks that are not here
             number = self.broadcast_object(next(self._count), 0, key="halves")
             name = f"lightning_mgwfbp halves {ranks} {number}"
-            return DirectHalves.connected(store, name, self.rank, self.world_size, self._timeout)
+            return DirectHalves.connected(store, name, self.rank, self.world_size, self.timeout)
         # Synchronised locally, a group gets its name from its ranks, and in torch 2.13 a second one
         # of that name meets at the addresses of the first. So only where others do not come here.
         is_part = len(ranks) < dist.get_world_size()
-        second = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=is_part)
+        second = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=is_part)
         return CollectiveHalves(self._group, second)
 
     def _global(self, root: int) -> int:
@@ -108,3 +113,9 @@ class TorchTransport:
             dist.destroy_process_group(self._group)
         # connections end with the last reference, and a cycle may keep this object for long
         del self._group
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    backend: Any = group._get_backend(group._device_types[0])
+    # MPI has no timeouts
+    return backend.options._timeout if hasattr(backend, "options") else default_pg_timeout

@@ -120,7 +120,7 @@ def test_schedules_go_by_set_epoch() -> None:
         for _ in range(2):
             model(torch.randn(4, 100)).square().mean().backward()
             merged.step()
-    assert sizes == [n for k in (400, 100, 10) for n in 2 * [8 * k + 8]]
+    assert sizes == [n for k in (400, 100, 10) for n in 2 * [8 * k + 16]]
 
 
 REFUSED: list[tuple[type[Optimizer], dict[str, Any], str]] = [

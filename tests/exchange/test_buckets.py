@@ -39,6 +39,31 @@ def test_gradients_come_back_bit_for_bit(parameters: list[Tensor]) -> None:
     assert bucket.buffer.dtype == real_dtype(parameters[0].dtype)
 
 
+def summed_tail(dtype: torch.dtype, notices: list[bool], agains: list[bool]) -> Bucket:
+    """A bucket that has come from so many ranks, added up one by one as a reduce-scatter does."""
+    parameter = torch.zeros(1, dtype=dtype)
+    total, mine = Bucket([parameter]), Bucket([parameter])
+    for rank, (notice, again) in enumerate(zip(notices, agains, strict=True)):
+        mine.pack([parameter], [True], notice, again, share=1 / len(notices))
+        if rank == 0:
+            total.pack([parameter], [True], notice, again, share=1 / len(notices))
+        else:
+            total.tail.add_(mine.tail)
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("ranks", [2, 19, 31, 91, 512, 1000])
+@pytest.mark.parametrize("again", [True, False])
+def test_one_rank_is_heard_among_many(dtype: torch.dtype, ranks: int, again: bool) -> None:
+    """Narrow sums hide a rank's notice, or that it is out of step; or they make one up."""
+    nobody, all_alike = [False] * ranks, [again] * ranks
+    one = [*nobody[1:], True]
+    assert summed_tail(dtype, nobody, all_alike).noticed() is False
+    assert summed_tail(dtype, one, all_alike).noticed() is True
+    assert summed_tail(dtype, nobody, [*all_alike[1:], not again]).noticed() is None
+
+
 LARGE = [torch.empty(40_000), torch.empty(40_000, 1).t(), torch.empty(3)]
 
 
@@ -86,20 +111,20 @@ def test_flags_and_notice() -> None:
     assert bucket.used() == [False, True, False]
     assert not bucket.noticed()
     assert torch.equal(bucket.gradients()[0], torch.zeros(2))
-    assert bucket.buffer.numel() == 5 + 3 + 1
+    assert bucket.buffer.numel() == 5 + 3 + 3
 
 
-@pytest.mark.parametrize("multiple", [1, 9, 10, 64])
+@pytest.mark.parametrize("multiple", [1, 9, 12, 64])
 def test_padding_lies_behind_the_tail(multiple: int) -> None:
     """What is cut into equal shards is no multiple, or padding is taken for flags."""
-    bucket = Bucket([torch.empty(2), torch.empty(3), torch.empty(1)])  # and 4 numbers more
+    bucket = Bucket([torch.empty(2), torch.empty(3), torch.empty(1)])  # and 6 numbers more
     bucket.pad(multiple)
-    assert bucket.padded.numel() == -(-10 // multiple) * multiple
+    assert bucket.padded.numel() == -(-12 // multiple) * multiple
     for _ in range(2):
         bucket.pack([torch.ones(2), None, torch.ones(1)], [True, False, True], notice=True)
         held = bucket.padded  # so that the next round is in other memory
-        held[10:] = 9
-        assert bucket.buffer.tolist() == [1, 1, 0, 0, 0, 1, 1, 0, 1, 1]
+        held[12:] = 9
+        assert bucket.buffer.tolist() == [1, 1, 0, 0, 0, 1, 1, 0, 1, 1, 0, 1]
         assert bucket.data.tolist() == [1, 1, 0, 0, 0, 1]
         assert bucket.used() == [True, False, True]
         assert bucket.buffer.data_ptr() == bucket.padded.data_ptr()

@@ -14,7 +14,7 @@ from lightning_mgwfbp.exchange.roll_call import RollCall
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import LoopbackTransport
 
-SILENT = "was killed, is stopped, or cannot be reached"
+SILENT = "has ended, is stopped, or cannot be reached"
 
 
 def opened() -> RollCall:

@@ -1,5 +1,7 @@
 """A failure here is how the transport treats torch.distributed's process groups."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from loopback import same_bits
 from ranks import run_ranks
 from torch import Tensor
 
+from lightning_mgwfbp.exchange.torch_halves import DirectHalves
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 
 _CPU = torch.device("cpu")
@@ -45,6 +48,26 @@ def _given_group(_: int) -> float:
 def test_close_leaves_a_given_group_alone() -> None:
     """The same for a group that the caller brought."""
     assert run_ranks(_given_group) == [2.0, 2.0]
+
+
+def _timeouts(_: int) -> list[float]:
+    given = dist.new_group(timeout=timedelta(seconds=7))
+    transports = [TorchTransport(given), TorchTransport(timeout=timedelta(seconds=8))]
+    transports.append(TorchTransport(given, timedelta(seconds=9)))
+    seconds = []
+    for transport in transports:
+        halves = transport.halves(_CPU)
+        assert isinstance(halves, DirectHalves)
+        ways = (halves._upwards, halves._downwards)
+        seconds += [way.options._timeout.total_seconds() for way in ways]
+        halves.close()
+        transport.close()
+    return seconds
+
+
+def test_halves_have_the_groups_timeout() -> None:
+    """A rank that is stopped is waited for half an hour, whatever the user has said."""
+    assert run_ranks(_timeouts) == [[7, 7, 8, 8, 9, 9]] * 2
 
 
 def _two_sums(
