@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Time the link; rank 0 prints."""
     if arguments.largest_nbytes < 64 or not arguments.seconds > 0:
         raise ValueError("--largest-nbytes must be at least 64, and --seconds above 0")
+    _require_backend(arguments.backend)
+    if arguments.save and not os.access(folder := Path(arguments.save).absolute().parent, os.W_OK):
+        raise ValueError(f"--save {arguments.save}: there is no folder {folder} to write to")
     request = _Request(**{f.name: getattr(arguments, f.name) for f in fields(_Request)})
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _measure(request)
@@ -77,6 +81,13 @@ def run(arguments: argparse.Namespace) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     multiprocessing.spawn(_measure_locally, (request, port), nprocs=_LOCAL_RANKS)
+
+
+def _require_backend(backend: str) -> None:
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ValueError("--backend nccl needs a GPU, and there is none here: leave it out")
+    if not dist.is_backend_available(backend):
+        raise ValueError(f"--backend {backend}: this torch was built without it")
 
 
 def _measure_locally(rank: int, request: _Request, port: int) -> None:

@@ -191,13 +191,26 @@ def test_bench_says_what_its_seconds_leave_out(capsys: pytest.CaptureFixture[str
     assert "starting the ranks comes on top" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("words", [["--largest-nbytes", "0"], ["--seconds", "-1"]])
-def test_bench_refuses_nonsense(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, exit code 2."""
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--largest-nbytes", "0"],
+        ["--seconds", "-1"],
+        ["--save", "/nowhere/link.json"],
+        ["--backend", "mpi"],
+        ["--backend", "nccl"],
+    ],
+)
+def test_bench_refuses_nonsense(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trace of each rank, or minutes of timing, in the place of one line and exit code 2."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as error:
         main(["bench", *words])
     assert error.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words[0] in line
 
 
 @pytest.mark.slow
