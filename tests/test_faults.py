@@ -147,7 +147,7 @@ def test_the_launching_rank_is_killed(tmp_path: Path) -> None:
     main, _ = launched(tmp_path)
     main.kill()
     ended = finish_soon(main)
-    assert_explained(ended, "Rank 0, or the host that keeps its store, was killed")
+    assert_explained(ended, "Rank 0, or the host that keeps its store, has ended")
 
 
 def test_the_launching_rank_raises(tmp_path: Path) -> None:
