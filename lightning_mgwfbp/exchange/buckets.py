@@ -15,10 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_LARGE_MEAN_NUMEL = 2**14
-
-
 _FLAGS = 3  # behind those of the parameters: notice, again, not again
+_LARGE_MEAN_NUMEL = 2**14
 
 
 class Bucket:
@@ -113,14 +111,14 @@ class Bucket:
         self._let_go_of_held_views()
         self._views = self.as_gradients(self.data)
         tail = self.tail
-        tail.fill_(1)
+        tail.fill_(share)
         for place, flag in enumerate((notice, again, not again), start=-_FLAGS):
-            tail[place] = flag
+            if not flag:
+                tail[place] = 0
         self._used = used
         self._complete = all(used)
         if not self._complete:
-            tail[:-_FLAGS] = torch.tensor(used, dtype=tail.dtype)
-        tail.mul_(share)
+            tail[:-_FLAGS] = torch.tensor(used, dtype=tail.dtype) * share
         self._share = share
         views, given = self._views, [g for g in gradients if g is not None]
         if len(given) < len(gradients):
