@@ -105,8 +105,7 @@ class ExchangingStrategy(DDPStrategy):
         self.session = open_session(trainer, self._joined.transport, self._options)
         roll_call = self.session.roll_call
         self.preemption = None if roll_call is None else Preemption(trainer, roll_call)
-        step = super().optimizer_step
-        self._steps = {id(o): self.session.step_of(o, step) for o in self.optimizers}
+        self._steps = self.session.steps_of(self.optimizers, super().optimizer_step)
         callback.session_begins(trainer)
 
     @override
@@ -158,10 +157,13 @@ class ExchangingStrategy(DDPStrategy):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        step = self._steps.get(id(optimizer))
-        if step is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        return step(closure, model=model, **kwargs)
+        take_step = super().optimizer_step
+        if self.session is None:
+            return take_step(optimizer, closure, model, **kwargs)
+        if id(optimizer) not in self._steps:  # put in the place of another one
+            known = [each for each in self.optimizers if each is not optimizer]
+            self._steps = self.session.steps_of([optimizer, *known], take_step)
+        return self._steps[id(optimizer)](closure, model=model, **kwargs)
 
     @contextmanager
     @override

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_mgwfbp.engine.agreement import require_agreement
 from lightning_mgwfbp.engine.options import Options
 from lightning_mgwfbp.engine.session import Session
+from lightning_mgwfbp.engine.structure import Structure
 from lightning_mgwfbp.exchange.methods import resolve_compressor
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.module_state import exchanged_parameters
@@ -35,8 +36,7 @@ def open_session(trainer: pl.Trainer, transport: Transport, options: Options) ->
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     session = Session(
         type(module).__name__,
-        exchanged_parameters(module),
-        trainer.optimizers,
+        Structure(lambda: exchanged_parameters(module), lambda: trainer.optimizers),
         transport,
         settings,
         module,

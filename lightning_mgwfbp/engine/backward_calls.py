@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,19 +13,19 @@ _CALLS = (torch.Tensor.backward, torch.autograd.backward)
 
 
 class BackwardCalls(TorchFunctionMode):
-    """While on, calls `then()` whenever a call of `Tensor.backward` or `autograd.backward` ends.
+    """While on, holds `around()` around each call of `Tensor.backward` or `autograd.backward`.
 
     Whoever has a backward of his own may look at `.grad` right after that call. A hook in the graph
     would not do: it fires on no rank whose loss depends on no parameter, but all must come to an
     exchange equally often. Calls from within backward (re-entrant checkpointing) are not seen.
 
     Attributes:
-        count: how many calls there were.
+        count: how many calls there were that did not fail.
     """
 
-    def __init__(self, then: Callable[[], None]) -> None:
+    def __init__(self, around: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
-        self._then = then
+        self._around = around
         self.count = 0
 
     def __torch_function__(
@@ -34,8 +35,9 @@ class BackwardCalls(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in _CALLS:
-            self.count += 1
-            self._then()
+        if func not in _CALLS:
+            return func(*args, **(kwargs or {}))
+        with self._around():
+            result = func(*args, **(kwargs or {}))
+        self.count += 1
         return result

@@ -10,8 +10,9 @@ while steps are pending. So parameters that are tied, shared, used early or used
 modules are right too, whatever the last forward did. What runs without either, compiled or
 scripted code, and what torch.func wraps is waited for before it begins.
 
-[Note: pending] Between step() and the first use an average lies in its bucket and `.grad` is None;
-from then to the end of forward it is in `.grad`. Afterwards nothing is pending, and `.grad` None.
+[Note: pending] Between step() and the first use an average lies in its bucket, and it is in `.grad`
+while the optimizer steps on it, no longer: what a backward of the user's own leaves there meanwhile
+stays there. When forward ends nothing is pending.
 
 [Note: notice] Where some rank has gradients that no bucket carried, the ranks amend the exchange
 together, and all parameters are stepped at once. So that is looked at first.
@@ -29,6 +30,7 @@ import torch
 from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mgwfbp.engine.first_use import (
@@ -76,12 +78,30 @@ class CrossIteration:
         modules = list(module.modules())
         self._has_unseen_code = has_unseen_code(modules)
         self._hooks = [*self._hook_calls(modules), *self._hook_states(modules)]
+        self._optimizer_hooks = self._hook_optimizer()
         callback_handler.register_start_callback(self._before_compiling)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The one whose steps are deferred."""
+        return self._step.optimizer
 
     @property
     def pending(self) -> bool:
         """Whether a step is not complete."""
         return self._deferred
+
+    def take_up(self, optimizer: Optimizer) -> None:
+        """Complete the step of the optimizer before, and defer those of this one from now on."""
+        self.flush()
+        for hook in self._optimizer_hooks:
+            hook.remove()
+        self._step = GroupedStep(optimizer)
+        self._optimizer_hooks = self._hook_optimizer()
+
+    def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Go on with other parameters, in the reducer's order; also while a step is completed."""
+        self._parameters[:] = parameters
 
     def defer(self) -> None:
         """Take the step for made: launch what backward left, and keep the options in force."""
@@ -137,13 +157,13 @@ class CrossIteration:
 
     def close(self) -> None:
         """Remove all hooks; what is pending is lost unless it was flushed."""
-        for hook in self._hooks:
+        for hook in [*self._hooks, *self._optimizer_hooks]:
             hook.remove()
         self._hooks.clear()
         if self._before_compiling in callback_handler.start_callbacks:
             callback_handler.remove_start_callback(self._before_compiling)
         if self._deferred:
-            self._taken(list(self._pending))
+            self._not_pending(list(self._pending))
             self._deferred = False
 
     def _hook_calls(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
@@ -162,8 +182,13 @@ class CrossIteration:
             if not isinstance(module, torch.jit.ScriptModule):
                 yield module.register_state_dict_pre_hook(flush)
                 yield module.register_load_state_dict_pre_hook(flush)
-        yield self._step.optimizer.register_state_dict_pre_hook(flush)
-        yield self._step.optimizer.register_load_state_dict_pre_hook(flush)
+
+    def _hook_optimizer(self) -> list[RemovableHandle]:
+        flush, optimizer = ModuleHook(self.flush), self._step.optimizer
+        return [
+            optimizer.register_state_dict_pre_hook(flush),
+            optimizer.register_load_state_dict_pre_hook(flush),
+        ]
 
     def _before_compiling(self, *_: Any) -> None:
         self._has_unseen_code = True  # whatever it is, and whoever calls it
@@ -198,29 +223,49 @@ class CrossIteration:
             if self._is_noticed:
                 self._complete()
             elif numbers:
-                for number in numbers:
-                    self._reducer.finish_bucket(number)
-                self._step.step_on(self._taken(numbers))
+                parameters = self._of_buckets(numbers)
+                with self._averages_in_grad(parameters):
+                    for number in numbers:
+                        self._reducer.finish_bucket(number)
+                    self._not_pending(numbers)
+                    self._step.step_on(parameters)
 
     def _complete(self) -> None:
         self._is_noticed = self._reducer.is_noticed()
-        self._reducer.complete()
-        pending = self._taken(list(self._pending))
-        self._deferred = False
-        self._step.step_on(self._parameters if self._is_noticed else pending)
-        for parameter in self._parameters:
-            parameter.grad = None
+        pending = self._of_buckets(self._pending)
+        with self._averages_in_grad(self._parameters):
+            self._reducer.complete()
+            self._not_pending(list(self._pending))
+            self._deferred = False
+            self._step.step_on(self._parameters if self._is_noticed else pending)
 
-    def _taken(self, numbers: Iterable[int]) -> list[nn.Parameter]:
-        """The parameters of these buckets, which are not pending any more."""
+    @contextmanager
+    def _averages_in_grad(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Within, `.grad` is free for averages; then it is again what it was: [Note: pending].
+
+        Args:
+            parameters: those that are completed; more may join them meanwhile.
+        """
+        own = {id(p): p.grad for p in parameters}
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.grad = own.get(id(parameter))
+
+    def _of_buckets(self, numbers: Iterable[int]) -> list[nn.Parameter]:
         assert self._layout is not None
+        return [self._parameters[i] for n in numbers for i in self._layout.members[n]]
+
+    def _not_pending(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._pending.remove(number)
             for address in self._addresses[number]:
                 self._buckets_at[address].remove(number)
                 if not self._buckets_at[address]:
                     del self._buckets_at[address]
-        return [self._parameters[i] for n in numbers for i in self._layout.members[n]]
 
     @contextmanager
     def _completing(self) -> Iterator[None]:

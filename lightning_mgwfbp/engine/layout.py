@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from lightning_mgwfbp.plan import (
     ModelProfile,
     Threshold,
 )
+
+Key = TypeVar("Key", int, str)
 
 
 class Layout:
@@ -102,12 +105,12 @@ def _carried(parameter: nn.Parameter, flag_only: bool) -> Tensor:
     return parameter.detach()[:0] if flag_only else parameter
 
 
-def split_by_storage(indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Split `indices` by what cannot lie in one buffer: dtype and device."""
-    parts: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i in indices:
-        place = (parameters[i].dtype, parameters[i].device)
-        parts.setdefault(place, []).append(i)
+def split_by_storage(keys: Sequence[Key], parameters: Any) -> list[list[Key]]:
+    """Split `keys` by what cannot lie in one buffer: dtype and device of `parameters[key]`."""
+    parts: dict[tuple[torch.dtype, torch.device], list[Key]] = {}
+    for key in keys:
+        place = (parameters[key].dtype, parameters[key].device)
+        parts.setdefault(place, []).append(key)
     return list(parts.values())
 
 

@@ -1,13 +1,21 @@
-"""Which parameters take part in the exchange: hooked, frozen, joining, leaving."""
+"""Which parameters take part in the exchange: hooked, frozen, joining, leaving.
+
+[Note: others' hooks] A post-accumulate hook of the user's own, such as a mask on gradients, must
+run before a gradient is taken, whenever it was registered. Hooks run in the order of registration.
+So where another one comes behind ours, ours is moved to the end, which counts from the next
+backward on, and the gradient is counted one hook later. (A hook on the AccumulateGrad node would
+always come last. But whoever holds that node keeps the shape, dtype and device of the parameter as
+they were: with another tensor in `.data` backward would fail, or lose the hook.)
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mgwfbp.engine.layout import Layout
@@ -45,21 +53,14 @@ class Membership:
         parameters: all of the model's, (N,).
         on_gradient: called as on_gradient(index, parameter) after each accumulation; not under
             torch.autograd.grad, as a hook on the tensor itself would be.
-        before_gradient: called as before_gradient(index) before each accumulation, likewise.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        on_gradient: Callable[[int, Tensor], None],
-        before_gradient: Callable[[int], None] | None = None,
+        self, parameters: Sequence[nn.Parameter], on_gradient: Callable[[int, Tensor], None]
     ) -> None:
         self._parameters = parameters
         self._on_gradient = on_gradient
-        self._before_gradient = before_gradient
         self._hooks: dict[int, RemovableHandle] = {}
-        self._nodes: dict[int, Node] = {}  # which a parameter does not keep alive itself
-        self._prehooks: list[RemovableHandle] = []
         self._frozen: list[int] = []
         self._frozen_for = 0
 
@@ -78,11 +79,16 @@ class Membership:
                 _Announcement(self._on_gradient, i)
             )
             self._unhooked.remove(i)
-            if self._before_gradient is not None and i not in self._nodes:
-                self._nodes[i] = _accumulating_node(self._parameters[i])
-                before = partial(_ignoring_gradients, self._before_gradient, i)
-                self._prehooks.append(self._nodes[i].register_prehook(before))
         return unfrozen
+
+    def is_followed(self, i: int) -> bool:
+        """Whether another hook comes behind ours, which is called now: [Note: others' hooks]."""
+        hooks = cast(OrderedDict[int, Any], self._parameters[i]._post_accumulate_grad_hooks)
+        ours = self._hooks[i].id
+        if next(reversed(hooks), ours) == ours:
+            return False
+        hooks.move_to_end(ours)  # those that are being called have been copied
+        return True
 
     def changed(self) -> bool:
         """Whether a parameter wants to join, or has been frozen for long enough to leave.
@@ -98,11 +104,10 @@ class Membership:
         """The unplanned parameters that are trainable now."""
         return [i for i in self._unplanned if self._parameters[i].requires_grad]
 
-    def has_unseen(self) -> bool:
-        """Whether a parameter that was frozen so far has a gradient, which no hook has seen."""
+    def unseen(self) -> list[int]:
+        """The trainable parameters that no hook is on, having been frozen so far."""
         unhooked = (i for i in (*self._unhooked, *self._unplanned) if i not in self._hooks)
-        parameters = (self._parameters[i] for i in unhooked)
-        return any(p.requires_grad and p.grad is not None for p in parameters)
+        return [i for i in unhooked if self._parameters[i].requires_grad]
 
     def staying(self) -> list[int]:
         """The planned parameters but for those frozen for long, whose count begins anew."""
@@ -113,22 +118,6 @@ class Membership:
 
     def close(self) -> None:
         """Remove all hooks."""
-        for hook in [*self._hooks.values(), *self._prehooks]:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        self._prehooks.clear()
-        self._nodes.clear()
-
-
-def _accumulating_node(parameter: nn.Parameter) -> Node:
-    """The node of the graph that adds to `.grad`; the same for every graph."""
-    with torch.enable_grad():
-        view = parameter.view_as(parameter)
-    assert view.grad_fn is not None
-    node = view.grad_fn.next_functions[0][0]
-    assert node is not None
-    return node
-
-
-def _ignoring_gradients(before: Callable[[int], None], i: int, _: tuple[Tensor, ...]) -> None:
-    before(i)

@@ -7,8 +7,9 @@ re-implemented: options, state and step stay the wrapped one's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -25,6 +26,7 @@ from lightning_mgwfbp.engine.averaged_step import Closure
 from lightning_mgwfbp.engine.deferred_step import why_not_deferred
 from lightning_mgwfbp.engine.options import Options, Schedule, require_choice
 from lightning_mgwfbp.engine.session import Session, hook_forward
+from lightning_mgwfbp.engine.structure import Named, Structure
 from lightning_mgwfbp.engine.warmup import Tuned
 from lightning_mgwfbp.exchange.methods import ExchangeMethod, resolve_compressor
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
@@ -63,8 +65,35 @@ def _require_deferrable(
         raise ValueError(f'`MergedOptimizer(schedule="cross_iteration")` cannot work: {reason}.')
 
 
+def _require_named(param_groups: Sequence[dict[str, Any]], named: Named) -> None:
+    known = {id(p) for _, p in named}
+    for group in param_groups:
+        given = group["params"]
+        if not all(id(p) in known for p in ([given] if isinstance(given, Tensor) else given)):
+            raise ValueError(
+                "The optimizer steps a parameter that `named_parameters` did not name: its"
+                " gradient would never be averaged. Give MergedOptimizer all of"
+                " `model.named_parameters()`; for layers that come later, give `module=model` too."
+            )
+
+
 def _plain_step(optimizer: Optimizer, closure: Closure | None, **kwargs: Any) -> Any:
     return optimizer.step(**kwargs) if closure is None else optimizer.step(closure, **kwargs)
+
+
+def _current(named: Named, module: nn.Module | None, optimizer: Optimizer) -> Named:
+    """The parameters that were named and that `module`, if it is known, still has; and those of
+    its others that `optimizer` steps."""
+    if module is None:
+        return named
+    names = {id(p): name for name, p in named}
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    there = {id(p): (name, p) for name, p in module.named_parameters()}
+    if not names.keys() & there.keys():
+        return named  # `module` is one that uses parameters of others
+    kept = [(name, p) for name, p in named if id(p) in there]
+    new = [(name, p) for key, (name, p) in there.items() if key in stepped - names.keys()]
+    return kept + new
 
 
 class MergedOptimizer(Optimizer):
@@ -134,9 +163,7 @@ class MergedOptimizer(Optimizer):
         if schedule == "cross_iteration":
             _require_deferrable(optimizer, compressor, grad_scaler, module)
         named = list(named_parameters)
-        self._known = {id(p) for _, p in named}
-        for param_group in optimizer.param_groups:
-            self._require_named(param_group)
+        _require_named(optimizer.param_groups, named)
         options = Options(
             planner=planner,
             compressor=compressor,
@@ -158,20 +185,21 @@ class MergedOptimizer(Optimizer):
             require_agreement(transport, facts)
             self._session = Session(
                 "",
-                named,
-                [optimizer],
+                Structure(partial(_current, named, module, optimizer), lambda: [optimizer]),
                 transport,
                 options.settle(transport),
                 module,
                 scale,
+                is_always_armed=module is None,
             )
             opened.callback(self._session.close)
             for hook in [] if module is None else hook_forward(module, self._session):
                 opened.callback(hook.remove)
             # Optimizer.__init__ is not called: whatever it would set up is the wrapped one's
             self.optimizer = optimizer
+            self._module = module
             self.reducer = self._session.reducer
-            self._step = self._session.step_of(optimizer, _plain_step)
+            self._step = self._session.steps_of([optimizer], _plain_step)[id(optimizer)]
             self.tuned = self._session.warmup.start()
             opened.callback(self._session.flush)
             self._opened = opened.pop_all()
@@ -228,17 +256,18 @@ class MergedOptimizer(Optimizer):
         self._session.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, also those on their way: they are waited for first.
+        """Clear gradients, also those on their way: they are waited for first, and what a
+        compressor has left behind of them is forgotten.
 
-        That is collective, so of gradients which no step has used, each rank must have some, or
-        none may. Those of a step that was taken are left to it. `model.zero_grad()` knows nothing
-        of all these: call this one instead.
+        That is collective, so of gradients that are exchanged and that no step has used, each rank
+        must have some, or none may. Those of a step that was taken are left to it.
+        `model.zero_grad()` knows nothing of all these: call this one instead.
         """
-        if self._session.pending:
-            return
-        if self.reducer.syncing and self.reducer.unsynchronized:
-            self.synchronize()
-        self._step.forget_averages()
+        if not self._session.pending:
+            if self.reducer.syncing and self.reducer.has_begun:
+                self.synchronize()
+            self.reducer.discard()
+            self._step.forget_averages()
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -267,19 +296,17 @@ class MergedOptimizer(Optimizer):
         self._session.resume(saved)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._require_named(param_group)
+        """Step these parameters too: some of those that were named, or that `module` has by now.
+
+        Raises:
+            ValueError: others, whose gradients would never be averaged.
+        """
+        known = self._session.parameters
+        module = self._module
+        added = [] if module is None else list(module.named_parameters())
+        _require_named([param_group], known + added)
         self.optimizer.add_param_group(param_group)
 
     def close(self) -> None:
         """Complete the last step and remove all hooks; the wrapped optimizer goes on alone."""
         self._opened.close()
-
-    def _require_named(self, param_group: dict[str, Any]) -> None:
-        parameters = param_group["params"]
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if not all(id(p) in self._known for p in parameters):
-            raise ValueError(
-                "The optimizer steps a parameter that `named_parameters` did not name: its"
-                " gradient would never be averaged. Give MergedOptimizer all of"
-                " `model.named_parameters()`."
-            )

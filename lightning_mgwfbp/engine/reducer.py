@@ -3,6 +3,13 @@
 Knows *when*: which gradients are ready, what may be launched, what must be waited for. Buckets
 know how gradients lie in memory, exchangers how they travel.
 
+[Note: own backward] Users call backward for purposes of their own: an attack on the input, a Fisher
+estimate, a picture, on one rank only perhaps. So gradients are counted and buckets launched
+within training's own backward alone (`armed`); any other one leaves its gradients in `.grad`, as
+plain PyTorch does. What lies there when the exchange comes is part of it. The flag is the
+reducer's, not a thread's: autograd calls hooks in a thread for each device, which is why there is a
+lock, too.
+
 [Note: order] Buckets are launched strictly in plan order, whatever order autograd ends in, so that
 all ranks issue the same sequence of collectives.
 
@@ -13,11 +20,12 @@ this rank has gradients which no bucket carried: see `_amend`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mgwfbp.engine.amendment import Amendment, amend
 from lightning_mgwfbp.engine.divergence import DivergenceWatch
@@ -27,30 +35,36 @@ from lightning_mgwfbp.engine.ledger import GradientLedger
 from lightning_mgwfbp.engine.membership import Membership
 from lightning_mgwfbp.engine.readiness import Readiness
 from lightning_mgwfbp.engine.round import Round
+from lightning_mgwfbp.engine.structure import Named, Structure
+from lightning_mgwfbp.exchange.broadcast import broadcast_tensors
 from lightning_mgwfbp.exchange.exchangers import Exchanger
 from lightning_mgwfbp.plan import MergePlan
 
 
 class Reducer:
-    """Exchanges what each rank has accumulated in `.grad` since its last exchange.
+    """Exchanges what each rank has in `.grad`.
 
     Until a plan is installed gradients are exchanged after backward has ended, so that nothing
     disturbs a measurement of backward.
 
     Args:
-        named_parameters: all parameters of the model, trainable or not, the same on all ranks.
+        structure: all parameters of the model, trainable or not, the same on all ranks, and the
+            optimizers that step them.
         exchanger: averages buckets.
         static_graph: the caller's promise that every backward uses the same parameters equally
             often on all ranks; spares a look at the last bucket's tail (on GPUs: a wait), but
             not with a `watch`, which needs ranks in step.
         watch: compares the ranks' weights, where they are known to be in step.
+        is_always_armed: every backward outside of `no_sync` is training's own.
 
     Attributes:
         exchanger: the one given.
         layout: the buckets of the plan in force.
         exchanges: how many there have been.
         steps: how many an optimizer has taken, each after an exchange.
-        structure_version: how often parameters have joined or left.
+        structure_version: how often parameters have joined, left or changed.
+        on_ready: told the name of each parameter whose gradient training's own backward has made.
+        on_restructured: told all parameters where the model has others than before.
 
     Raises:
         ValueError: no parameter is trainable.
@@ -58,37 +72,35 @@ class Reducer:
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        structure: Structure,
         exchanger: Exchanger,
         *,
         static_graph: bool = False,
         watch: DivergenceWatch | None = None,
+        is_always_armed: bool = True,
     ) -> None:
-        named = dict(named_parameters)
-        self._names, self._parameters = tuple(named), tuple(named.values())
+        self._structure = structure
         self.exchanger = exchanger
         self._transport = exchanger.transport
         self._static_graph = static_graph
         self._watch = watch
-        trainable = {name for name, p in named.items() if p.requires_grad}
-        if not trainable:
-            raise ValueError(
-                "The model has no trainable parameter (requires_grad=True): nothing to exchange."
-                " Unfreeze a parameter, or train on one device without this strategy."
-            )
-        self._readiness = Readiness(len(named))
+        self._is_always_armed = is_always_armed
+        self._is_armed = False
+        self._lock = threading.RLock()
         self._syncing = True
         self._overlap = False
         self._has_launched = False  # an exchange, since the optimizer's last step
         self.exchanges = 0
         self.steps = 0
         self.structure_version = 0
-        self._ledger = GradientLedger(self._parameters, sets_aside=exchanger.keeps_residuals)
-        self._membership = Membership(
-            self._parameters,
-            self._on_gradient,
-            self._ledger.set_aside if exchanger.keeps_residuals else None,
-        )
+        self.on_ready: Callable[[str], None] | None = None
+        self.on_restructured: Callable[[Named], None] | None = None
+        trainable = self._take_parameters()
+        if not trainable:
+            raise ValueError(
+                "The model has no trainable parameter (requires_grad=True): nothing to exchange."
+                " Unfreeze a parameter, or train on one device without this strategy."
+            )
         self._lay_out(provisional_plan(self._names, self._parameters, trainable), rowwise=())
 
     @property
@@ -117,9 +129,20 @@ class Reducer:
         return self._syncing
 
     @property
+    def has_begun(self) -> bool:
+        """Whether training's own backward has left gradients that all ranks exchange."""
+        is_own = self._is_armed or self._is_always_armed
+        return self._running or (
+            is_own and any(map(self._ledger.is_new, self._membership.unseen()))
+        )
+
+    @property
     def unsynchronized(self) -> bool:
         """Whether a backward has left gradients on this rank that were not exchanged."""
-        return self._running or any(self._ledger.is_new) or self._membership.has_unseen()
+        suspects = (
+            range(len(self._parameters)) if self._has_accumulated else self._membership.unseen()
+        )
+        return self._running or any(map(self._ledger.is_new, suspects))
 
     @property
     def weight(self) -> float:
@@ -161,6 +184,7 @@ class Reducer:
         """Take note that an optimizer has stepped, so that ranks out of step are seen."""
         self.steps += self._has_launched
         self._has_launched = False
+        self.exchanger.settle()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -170,6 +194,24 @@ class Reducer:
             yield
         finally:
             self._syncing = before
+
+    def arm(self) -> None:
+        """Take the next backward for training's own, and all until the exchange is complete."""
+        self._is_armed = True
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Around training's own backward: [Note: own backward]."""
+        if self._syncing:
+            self._ledger.set_averages_aside()
+        self._is_armed = True
+        try:
+            yield
+        except BaseException:
+            self._ledger.put_back()
+            raise
+        finally:
+            self._is_armed = False
 
     def synchronize(self) -> None:
         """Launch what backward left incomplete, wait for all, and put the averages in `.grad`.
@@ -192,8 +234,13 @@ class Reducer:
     @torch.no_grad()
     def launch(self) -> None:
         """Launch what backward left incomplete: the first half of `synchronize`."""
-        with self._exposed.counted():
-            self._look_for_what_came_unseen()
+        with self._exposed.counted(), self._lock:
+            if not self._running:
+                self._begin()
+            self._count(self._followed)
+            self._membership.hook_unfrozen()
+            self._round.has_more |= self._membership.changed()
+            self._take_what_no_bucket_has()
             if self.exchanger.needs_whole_gradient:
                 self.exchanger.prepare(self._new_gradients())
             while self._round.launched <= self._round.last:
@@ -208,7 +255,8 @@ class Reducer:
     def is_noticed(self) -> bool:
         """Whether some rank has gradients that no bucket carried; waits for the last bucket."""
         last = self._round.last
-        self.finish_bucket(last)
+        with self._exposed.counted():
+            self._round.wait_for(last)
         if self._static_graph and self._watch is None:
             return False
         noticed = self.layout.buckets[last].noticed()
@@ -226,21 +274,40 @@ class Reducer:
         noticed = self.is_noticed()
         with self._exposed.counted():
             others = self._round.finish()
-            amendment = self._amend(self._round.late) if noticed else None
+            amendment = self._amend() if noticed else None
+            kept = None if amendment is None else amendment.kept
+            self._ledger.add_back(lambda i: kept is None or self._names[i] in kept)
             if amendment is not None:
                 others += amendment.averages.values()
             self.exchanger.conclude(others)
         self._exposed.exchange_ended()  # under the plan that was in force
         if amendment is not None:
             self._adapt(amendment)
+            for name, average in amendment.averages.items():
+                self._ledger.add(self._names.index(name), average)
         self._reset()
         self.exchanges += 1
+
+    def discard(self) -> None:
+        """Undo what the exchanges since the last step have left behind: their averages are not
+        wanted. The averages themselves stay in `.grad`."""
+        self.exchanger.discard()
 
     def close(self) -> None:
         """Remove all hooks, and wait for what is still on its way."""
         self._membership.close()
         self._round.abandon()
         self.exchanger.close()
+
+    def _take_parameters(self) -> set[str]:
+        """Take the parameters of the structure; return the names of those that are trainable."""
+        named = dict(self._structure.named)
+        self._names, self._parameters = tuple(named), tuple(named.values())
+        self._readiness = Readiness(len(named))
+        sets_aside = self.exchanger.keeps_residuals
+        self._ledger = GradientLedger(self._parameters, sets_aside=sets_aside)
+        self._membership = Membership(self._parameters, self._on_gradient)
+        return {name for name, p in named.items() if p.requires_grad}
 
     def _lay_out(self, plan: MergePlan, rowwise: Collection[int]) -> None:
         self.layout = Layout(
@@ -253,24 +320,47 @@ class Reducer:
 
     def _reset(self) -> None:
         self._readiness.end()
-        self._round = Round(self.layout, self._ledger, self._parameters, self.exchanger)
-        self._running = False
-        self._has_more = False  # than the buckets carry
+        self._round = Round(
+            self.layout,
+            self._ledger,
+            self._parameters,
+            self.exchanger,
+            static_graph=self._static_graph,
+        )
+        self._followed: list[int] = []  # parameters that others' hooks had still to see
+        self._running = False  # an exchange
+        self._has_accumulated = False  # any backward, since the last exchange
+        self._is_armed = False
+        self._has_changed = False  # the structure
+        self._from_newcomers: dict[str, Tensor] = {}  # gradients, by name
 
     def _on_gradient(self, i: int, _: Tensor) -> None:
-        self._ledger.is_new[i] = True
-        bucket = self.layout.bucket_of[i]
-        if bucket < self._round.launched:
-            self._has_more = True  # under no_sync too: the exchange is on its way
-        if not self._syncing:
-            return
-        if not self._running:
-            self._begin()
-        if self._readiness.fire(i, bucket) and self._overlap:
-            self._launch_ready()
+        with self._lock:
+            self._has_accumulated = True
+            if not self._syncing or not (self._is_armed or self._is_always_armed):
+                return
+            if not self._running:
+                self._begin()
+            if self.on_ready is not None:
+                self.on_ready(self._names[i])
+            ready, self._followed = self._followed, []
+            (self._followed if self._membership.is_followed(i) else ready).append(i)
+            if self._count(ready) and self._overlap:
+                self._launch_ready()
+
+    def _count(self, parameters: Iterable[int]) -> bool:
+        """Count gradients; return whether one of them completes its bucket."""
+        bucket_of = self.layout.bucket_of
+        completed = [self._readiness.fire(i, bucket_of[i]) for i in parameters]
+        return any(completed)
 
     def _begin(self) -> None:
         self._running = True
+        self._has_changed = self._structure.has_changed()
+        if self._has_changed:
+            misfits = self._structure.misfits()
+            self._round.has_more = True
+            self._round.misfits = {i for i, name in enumerate(self._names) if name in misfits}
         self._readiness.begin(
             [
                 [i for i in members if self._parameters[i].requires_grad]
@@ -285,49 +375,60 @@ class Reducer:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        self._has_more |= self._round.take()
         is_last = self._round.launched == self._round.last  # [Note: the last bucket]
-        if is_last and self._has_more and self._static_graph:
-            raise RuntimeError(
-                "`static_graph=True` promises that every backward uses the same parameters equally"
-                " often, but one came after its merge group had been sent, was frozen or unfrozen"
-                " since, or has a sparse gradient. Leave static_graph out."
-            )
-        again = is_last and self._has_launched
+        self._round.launch_next(again=self._has_launched)
         self._has_launched |= is_last
-        self._round.launch(notice=is_last and self._has_more, again=again)
-
-    def _look_for_what_came_unseen(self) -> None:
-        for i in self._membership.hook_unfrozen():
-            if self._parameters[i].grad is not None:
-                self._ledger.is_new[i] = True
-                self._has_more |= self.layout.bucket_of[i] < self._round.launched
-        self._has_more |= self._membership.changed()
 
     def _new_gradients(self) -> list[Tensor]:
-        gradients = [
-            p.grad for p, new in zip(self._parameters, self._ledger.is_new, strict=True) if new
-        ]
-        return [g for g in gradients if g is not None and not g.is_sparse]
+        new = [p.grad for i, p in enumerate(self._parameters) if self._ledger.is_new(i)]
+        return [g for g in new if g is not None and not g.is_sparse]
 
-    def _amend(self, late: dict[int, Tensor]) -> Amendment:
-        """Exchange what no bucket carried on some rank, this rank's `late` parts among it."""
-        joining = self._membership.joining()
-        for i in joining:
-            self._ledger.is_new[i] = True  # its hooks were not there to say so
-            part = self._ledger.take(i)
+    def _take_what_no_bucket_has(self) -> None:
+        """Take gradients of parameters that are not planned, or that are new to the ranks."""
+        for i in self._membership.joining():
+            part, is_new = self._ledger.take(i)
+            if is_new and part is not None:
+                self._round.keep_late(i, part)
+        for name, parameter in self._structure.newcomers() if self._has_changed else ():
+            part, parameter.grad = parameter.grad, None
             if part is not None:
-                late[i] = part
-        members = self._membership.staying() + joining
-        amendment = amend(self._transport, self._parameters, late, members, self.layout.rowwise)
-        for i, average in amendment.averages.items():
-            self._ledger.add(i, average)
-        return amendment
+                self._from_newcomers[name] = part * self.weight
+
+    def _amend(self) -> Amendment:
+        """Exchange what no bucket carried on some rank, and agree on who takes part."""
+        members = self._membership.staying() + self._membership.joining()
+        return amend(
+            self._transport,
+            self._structure,
+            self._has_changed,
+            self._from_newcomers | self._named(self._round.late),
+            self._named(self._ledger.asides()),
+            {self._names[i] for i in members},
+            self.rowwise,
+        )
+
+    def _named(self, parts: dict[int, Tensor]) -> dict[str, Tensor]:
+        return {self._names[i]: part for i, part in parts.items()}
 
     def _adapt(self, amendment: Amendment) -> None:
-        planned = {self._names[i] for i in amendment.members}
-        joined_or_left = planned != set(self.plan.names)
+        replaced = list(map(id, self._parameters)) != [id(p) for _, p in self._structure.named]
+        if replaced or amendment.changed:
+            self._restructure(amendment.changed)
+        joined_or_left = amendment.members != set(self.plan.names) or bool(amendment.changed)
         self.structure_version += joined_or_left
-        if joined_or_left or amendment.rowwise != self.layout.rowwise:
-            plan = adapted_plan(self.plan, self._names, self._parameters, planned)
-            self._lay_out(plan, amendment.rowwise)
+        rowwise = [i for i, name in enumerate(self._names) if name in amendment.rowwise]
+        if replaced or joined_or_left or set(rowwise) != self.layout.rowwise:
+            plan = adapted_plan(self.plan, self._names, self._parameters, amendment.members)
+            self._lay_out(plan, rowwise)
+
+    def _restructure(self, changed: Collection[str]) -> None:
+        """Go on with other parameters than before, of which all ranks get rank 0's values."""
+        self.exchanger.forget(changed)
+        self._membership.close()
+        weight = self.weight
+        self._take_parameters()
+        self.weight = weight
+        named = self._structure.named
+        broadcast_tensors([p for name, p in named if name in changed], 0, self._transport)
+        if self.on_restructured is not None:
+            self.on_restructured(named)

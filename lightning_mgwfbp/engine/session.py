@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -17,12 +18,13 @@ from lightning_mgwfbp.engine.averaged_step import AveragedStep
 from lightning_mgwfbp.engine.backward_calls import BackwardCalls
 from lightning_mgwfbp.engine.checkpoint import WHERE, ExchangeState, SavedState
 from lightning_mgwfbp.engine.cross_iteration import CrossIteration
-from lightning_mgwfbp.engine.deferred_step import DeferredStep
+from lightning_mgwfbp.engine.deferred_step import DeferredStep, why_not_deferred
 from lightning_mgwfbp.engine.divergence import DivergenceWatch
 from lightning_mgwfbp.engine.grouped_step import GroupedStep
 from lightning_mgwfbp.engine.membership import require_unexchanged
 from lightning_mgwfbp.engine.options import Settings, require_no_momentum
 from lightning_mgwfbp.engine.reducer import Reducer
+from lightning_mgwfbp.engine.structure import Named, Structure
 from lightning_mgwfbp.engine.warmup import WarmUp
 from lightning_mgwfbp.exchange.compressors import Cast, as_written
 from lightning_mgwfbp.exchange.decoupled import DecoupledExchanger
@@ -39,12 +41,12 @@ class Session:
 
     Args:
         model: its name, for records.
-        named_parameters: all of the model's.
-        optimizers: those that will step them.
+        structure: the model's parameters, and the optimizers that will step them.
         transport: joins the ranks.
         settings: what the user chose.
         module: the one whose forward uses the parameters, if it is known.
         gradient_scale: says what gradients are multiplied by; None: by nothing.
+        is_always_armed: see `Reducer`.
 
     Raises:
         ValueError: no parameter is trainable, one is exchanged by somebody else already, or an
@@ -54,17 +56,17 @@ class Session:
     def __init__(
         self,
         model: str,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
-        optimizers: Iterable[Optimizer],
+        structure: Structure,
         transport: Transport,
         settings: Settings,
         module: nn.Module | None = None,
         gradient_scale: Callable[[], float] | None = None,
+        *,
+        is_always_armed: bool = False,
     ) -> None:
-        optimizers = list(optimizers)
-        for optimizer in optimizers:
+        for optimizer in structure.optimizers:
             require_no_momentum(settings.compressor, optimizer)
-        named = list(named_parameters)
+        named = structure.named
         require_unexchanged(named)
         method, defers = settings.compressor, settings.schedule == "cross_iteration"
         if defers:
@@ -82,14 +84,18 @@ class Session:
                 " are too small for it, and travel exactly.",
                 stacklevel=2,
             )
-        self._named = dict(named)
+        self._structure = structure
         self._settings = settings
         self._transport = transport
         every = settings.detect_divergence_every_n_steps
         watch = None if every is None else DivergenceWatch(named, transport, every)
         try:
             self.reducer = Reducer(
-                named, exchanger, static_graph=settings.static_graph, watch=watch
+                structure,
+                exchanger,
+                static_graph=settings.static_graph,
+                watch=watch,
+                is_always_armed=is_always_armed,
             )
         except ValueError:
             exchanger.close()  # it may have connections of its own
@@ -102,14 +108,20 @@ class Session:
                 opened.callback(self.roll_call.close)
             if defers:
                 assert module is not None
-                (optimizer,) = optimizers
+                (optimizer,) = structure.optimizers
                 self._cross_iteration = CrossIteration(
                     module, self.reducer, [p for _, p in named], GroupedStep(optimizer)
                 )
                 opened.callback(self._cross_iteration.close)
             self.warmup = WarmUp(model, named, transport, self.reducer, settings, module)
             opened.callback(self.warmup.stop)
+            self.reducer.on_restructured = self._go_on_with
             self._opened = opened.pop_all()
+
+    @property
+    def parameters(self) -> Named:
+        """All of the model's that the ranks know of."""
+        return self._structure.named
 
     @property
     def plan(self) -> MergePlan | None:
@@ -127,13 +139,34 @@ class Session:
         """Whether a step was taken whose update is not complete."""
         return self._cross_iteration is not None and self._cross_iteration.pending
 
-    def step_of(
-        self, optimizer: Optimizer, step: Callable[..., Any]
-    ) -> AveragedStep | DeferredStep:
-        """What takes the place of `step(optimizer, closure, **kwargs)`."""
-        if self._cross_iteration is None:
-            return AveragedStep(optimizer, self.reducer, step)
-        return DeferredStep(optimizer, self.reducer, self._cross_iteration, step)
+    def steps_of(
+        self, optimizers: Sequence[Optimizer], step: Callable[..., Any]
+    ) -> dict[int, AveragedStep | DeferredStep]:
+        """What takes the place of `step(optimizer, closure, **kwargs)` of each, by its id.
+
+        Args:
+            optimizers: all that step the model's parameters from now on.
+            step: steps one, such as a precision plugin's.
+        """
+        self.flush()
+        cross = self._cross_iteration
+        if cross is not None and self._can_defer(optimizers):
+            (optimizer,) = optimizers
+            if optimizer is not cross.optimizer:
+                cross.take_up(optimizer)
+            return {id(optimizer): DeferredStep(optimizer, self.reducer, cross, step)}
+        return {id(each): AveragedStep(each, self.reducer, step) for each in optimizers}
+
+    def _can_defer(self, optimizers: Sequence[Optimizer]) -> bool:
+        # what else stands against it was refused before the session began
+        reasons = why_not_deferred(optimizers, self._settings.compressor, scales_loss=False)
+        reason = next(reasons, None)
+        if reason is not None and self._transport.rank == 0:
+            warnings.warn(
+                f"From now on updates are not deferred into the next forward: {reason}.",
+                stacklevel=2,
+            )
+        return reason is None
 
     def forward(self) -> AbstractContextManager[None]:
         """To be held around each forward."""
@@ -143,18 +176,25 @@ class Session:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward: puts averages in `.grad`, unless they are to come later.
+        """Around training's own backward: puts averages in `.grad`, unless they are to come later.
 
         They are there as soon as a call of `Tensor.backward` within has ended; each has an exchange
         of its own, and there is one where there was none. So all ranks have equally many.
         """
         if self._cross_iteration is not None:
-            yield
+            with self.reducer.armed():
+                yield
             return
-        with BackwardCalls(self.reducer.synchronize) as calls:
+        with BackwardCalls(self._averaged_backward) as calls:
             yield
         if not calls.count:
             self.reducer.synchronize()
+
+    @contextmanager
+    def _averaged_backward(self) -> Iterator[None]:
+        with self.reducer.armed():
+            yield
+        self.reducer.synchronize()
 
     def flush(self) -> None:
         """Complete the update of a step that was taken. Waits for the network."""
@@ -194,7 +234,9 @@ class Session:
         """
         state, failure = None, None
         try:
-            state = None if saved is None else SavedState.checked(saved, self._named)
+            state = (
+                None if saved is None else SavedState.checked(saved, dict(self._structure.named))
+            )
         except ValueError as error:
             failure = error
         require_success(self._transport, failure)
@@ -210,6 +252,12 @@ class Session:
         """Remove all hooks, and wait for what is still on its way."""
         self._opened.close()
 
+    def _go_on_with(self, named: Named) -> None:
+        """The model has other parameters than before."""
+        self.warmup.set_parameters(named)
+        if self._cross_iteration is not None:
+            self._cross_iteration.set_parameters(p for _, p in named)
+
     def _circumstances(self) -> dict[str, str]:
         return {
             "planner": repr(self._settings.planner),
@@ -219,7 +267,11 @@ class Session:
 
 
 def hook_forward(module: nn.Module, session: Session) -> list[RemovableHandle]:
-    """Tell `session` of each call of `module`, where nobody else does."""
+    """Tell `session` of each call of `module`, where nobody else does.
+
+    As under DistributedDataParallel, a call that records a graph, outside of `no_sync`, says that
+    the next backward is training's own.
+    """
     # with the exception that is being handled around the call, and is not the call's own
     around: list[tuple[AbstractContextManager[None], BaseException | None]] = []
 
@@ -234,7 +286,9 @@ def hook_forward(module: nn.Module, session: Session) -> list[RemovableHandle]:
         forward, handled = around.pop()
         kind, error, trace = sys.exc_info()
         forward.__exit__(*((None, None, None) if error is handled else (kind, error, trace)))
-        session.warmup.backward_begins()
+        if torch.is_grad_enabled() and session.reducer.syncing:
+            session.reducer.arm()
+            session.warmup.backward_begins()
 
     return [
         module.register_forward_pre_hook(ModuleHook(begin)),

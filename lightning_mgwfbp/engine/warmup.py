@@ -7,7 +7,7 @@ reducer exchanges gradients after backward, so communication does not inflate ba
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -78,14 +78,14 @@ class WarmUp:
     def __init__(
         self,
         model: str,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
         transport: Transport,
         reducer: Reducer,
         settings: Settings,
         module: nn.Module | None = None,
     ) -> None:
         self._model = model
-        self._named = dict(named_parameters)
+        self._sample = next(iter(named_parameters))[1]
         self._transport = transport
         self._reducer = reducer
         self._settings = settings
@@ -100,6 +100,12 @@ class WarmUp:
     def running(self) -> bool:
         """Whether steps are being watched."""
         return self._profiler is not None
+
+    def set_parameters(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Go on with other parameters: the model has been changed."""
+        self._sample = named_parameters[0][1]
+        if self._forward is not None:
+            self._forward.set_parameters(named_parameters)
 
     def start(self) -> Tuned | None:
         """Install a saved plan, or plan by a saved profile, or begin to watch."""
@@ -142,8 +148,8 @@ class WarmUp:
         self.stop()
         self._reducer.hold()
         self._structure_version = self._reducer.structure_version
-        self._profiler = BackwardProfiler(self._named.items())
-        self._profiler.attach()
+        self._profiler = BackwardProfiler(self._sample)
+        self._reducer.on_ready = self._profiler.mark
         if self._forward is not None:
             self._forward.forget()
             self._forward.attach()
@@ -152,8 +158,7 @@ class WarmUp:
     def stop(self) -> None:
         """End without a plan; no hook stays."""
         if self._profiler is not None:
-            self._profiler.detach()
-            self._profiler = None
+            self._profiler = self._reducer.on_ready = None
             if self._forward is not None:
                 self._forward.detach()
 

@@ -143,7 +143,7 @@ class Bucket:
         the storage in use, which `pack` sees.
         """
         views, self._views = self._views, []
-        return views
+        return [view.data for view in views]
 
     def used(self) -> list[bool]:
         """Which parameters had a gradient on any rank. Waits for the device, unless this rank had

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,7 @@ class CompressedExchanger(FeedbackExchanger):
         pieces: Sequence[int] = (),
         gather_order: Sequence[int] = (),
     ) -> None:
+        self.settle()
         self._feedback.adopt(buckets)
 
     def prepare(self, gradients: Iterable[Tensor]) -> None:
@@ -70,7 +71,7 @@ class CompressedExchanger(FeedbackExchanger):
             self._clipping = share / norm if norm > share else 1.0
 
     def start(self, bucket: Bucket, *, key: str, density: float | None = None) -> Exchange:
-        self._started.append(bucket)
+        self.note_started(bucket)
         is_whole = density == 1.0  # the plan says so; a compressor's own need not mean that
         if density is None:
             density = self._scheduled_density()
@@ -84,16 +85,26 @@ class CompressedExchanger(FeedbackExchanger):
         self._clipping = 1.0
         self._density = None
 
+    def discard(self) -> None:
+        self._step -= self._is_right is not None
+        super().discard()
+
+    def forget(self, names: Collection[str]) -> None:
+        self.settle()
+        self._feedback.forget(names)
+
     def _commit(self) -> None:
         self._feedback.conclude(True)
 
-    def _discard(self) -> None:
+    def _drop(self) -> None:
         self._feedback.conclude(False)
 
     def state_dict(self) -> dict[str, Any]:
+        self.settle()
         return {"step": self._step, **self._feedback.state_dict()}
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        self.settle()
         self._step = states[0].get("step", 0)  # of another method
         rests = [{k: v for k, v in state.items() if k != "step"} for state in states]
         self._feedback.load_state_dict(

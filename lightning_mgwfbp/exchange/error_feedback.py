@@ -13,7 +13,7 @@ waits. Were it sent, a parameter that is used nowhere would be stepped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -184,6 +184,15 @@ class ErrorFeedback:
                 memory.restore(kind, rests)
             # clones: a view would keep the whole of an old buffer
             self._absent[kind] = {n: r.clone() for n, r in rests.items() if n not in taken}
+
+    def forget(self, names: Collection[str]) -> None:
+        """Drop what is kept of these parameters; to be adopted anew before the next exchange."""
+        kept = self._everything()
+        self._memories = {}
+        self._absent = {
+            kind: {name: rest for name, rest in rests.items() if name not in names}
+            for kind, rests in kept.items()
+        }
 
     def of(self, bucket: Bucket) -> Memory:
         """The memory of an adopted bucket."""

@@ -8,7 +8,7 @@ applied as they are packed: one pass over memory less.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +29,9 @@ class Exchange(Protocol):
 class Exchanger(ABC):
     """Averages buckets over the ranks of `transport`, and keeps what it leaves behind.
 
-    What it leaves behind is kept in two phases: `start` and `finish` write it aside, `conclude`
-    makes it valid, or drops it where the averages of this step are not finite.
+    What it leaves behind is kept in two phases: `start` and `finish` write it aside, and `conclude`
+    looks whether the averages are finite. `settle` makes it valid then, once the averages are used,
+    or drops it; `discard` drops it in any case.
 
     Attributes:
         share: what buckets are best packed with, `Bucket.pack(share=...)`.
@@ -95,6 +96,16 @@ class Exchanger(ABC):
             others: averages of this step that were exchanged elsewhere, of any shapes.
         """
 
+    def settle(self) -> None:
+        """Take the averages of the last step for used."""
+
+    def discard(self) -> None:
+        """Take the averages of the last step, unless they were used, for thrown away: what it has
+        left behind is dropped, and the step is not counted."""
+
+    def forget(self, names: Collection[str]) -> None:
+        """Drop what is kept of these parameters, which are others now."""
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: what was left behind, by parameter name."""
         return {}
@@ -142,7 +153,7 @@ class FeedbackExchanger(Exchanger):
     """One that keeps residuals, in unscaled units and in two phases.
 
     What a step leaves behind is written aside; `_commit` is called if its averages turn out to be
-    finite, else `_discard`.
+    finite, and are used, else `_drop`.
     """
 
     keeps_residuals = True
@@ -151,6 +162,7 @@ class FeedbackExchanger(Exchanger):
         super().__init__(transport)
         self._started: list[Bucket] = []
         self._scale: float | None = None
+        self._is_right: bool | None = None  # what was written aside; None: nothing was
 
     @property
     def loss_scale(self) -> float:
@@ -159,20 +171,32 @@ class FeedbackExchanger(Exchanger):
             self._scale = self.gradient_scale()
         return self._scale
 
+    def note_started(self, bucket: Bucket) -> None:
+        """To be called first by `start`: the averages of the step before were used, or added to."""
+        self.settle()
+        self._started.append(bucket)
+
     def conclude(self, others: Iterable[Tensor] = ()) -> None:
-        if all_finite(*(bucket.data for bucket in self._started), *others):
-            self._commit()
-        else:
-            self._discard()
+        self._is_right = all_finite(*(bucket.data for bucket in self._started), *others)
         self._started = []
         self._scale = None
+
+    def settle(self) -> None:
+        is_right, self._is_right = self._is_right, None
+        if is_right is not None:
+            (self._commit if is_right else self._drop)()
+
+    def discard(self) -> None:
+        if self._is_right is not None:
+            self._is_right = None
+            self._drop()
 
     @abstractmethod
     def _commit(self) -> None:
         """Make valid what the step has left behind."""
 
     @abstractmethod
-    def _discard(self) -> None:
+    def _drop(self) -> None:
         """Forget it."""
 
 

@@ -22,7 +22,7 @@ residuals of all completes the average. Where no rank has a gradient, they stay 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -89,7 +89,7 @@ class PowerSGDExchanger(FeedbackExchanger):
         return travels < parameter.numel() and not parameter.is_complex()
 
     def start(self, bucket: Bucket, *, key: str, density: float | None = None) -> Exchange:
-        self._started.append(bucket)
+        self.note_started(bucket)
         self.send_second()
         if not bucket.compressed:
             return DenseExchanger(self.transport).start(bucket, key=key)
@@ -124,7 +124,7 @@ class PowerSGDExchanger(FeedbackExchanger):
         sums = torch._foreach_add(residuals, _to_compress(bucket), alpha=1 / scale)
         return list(sums), factors
 
-    def settle(self, bucket: Bucket, residuals: list[Tensor], factors: list[Tensor]) -> None:
+    def write_aside(self, bucket: Bucket, residuals: list[Tensor], factors: list[Tensor]) -> None:
         """Write aside what a finished exchange leaves behind."""
         averages, used = _to_compress(bucket), bucket.used()
         for i, name in enumerate(bucket.names[: bucket.compressed]):
@@ -138,14 +138,22 @@ class PowerSGDExchanger(FeedbackExchanger):
             self._residuals[name], self._factors[name] = left
         self._aside.clear()
 
-    def _discard(self) -> None:
+    def _drop(self) -> None:
         self._aside.clear()
 
+    def forget(self, names: Collection[str]) -> None:
+        self.settle()
+        for name in names:
+            self._residuals.pop(name, None)
+            self._factors.pop(name, None)
+
     def state_dict(self) -> dict[str, Any]:
+        self.settle()
         kept = {"residual": self._residuals, "factor": self._factors}
         return {kind: {n: t.to("cpu", copy=True) for n, t in kept[kind].items()} for kind in kept}
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        self.settle()
         kept = [{kind: state.get(kind, {}) for kind in ("residual", "factor")} for state in states]
         own = own_or_mean(kept, self.transport.rank, self.transport.world_size)
         self._residuals, self._factors = own["residual"], own["factor"]
@@ -185,7 +193,7 @@ class _FactoredExchange:
         # from what was put back, so that its rounding to the bucket's dtype is sent later too
         torch._foreach_sub_(self._residuals, averages, alpha=1 / self._scale)
         warm = [_warm(q, before) for q, before in zip(qs, self._factors, strict=True)]
-        self._owner.settle(self._bucket, self._residuals, warm)
+        self._owner.write_aside(self._bucket, self._residuals, warm)
 
 
 def _to_compress(bucket: Bucket) -> list[Tensor]:

@@ -1,48 +1,28 @@
-"""When does each gradient become ready? Timed inside real training steps.
-
-One hook per parameter notes the time, by one of the `clocks`.
-"""
+"""When does each gradient become ready? Timed in real training steps, by one of the `clocks`."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable
-from functools import partial
 
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from lightning_mgwfbp.measure.clocks import Instant, clock_of, seconds_between
 
 
 class BackwardProfiler:
-    """Records, for every backward between `attach` and `detach`, when each gradient was ready.
+    """Records, for every backward, when each gradient was ready.
 
-    A parameter that fires several times in one backward counts with its last time.
+    A parameter whose gradient becomes ready several times in one backward counts with its last
+    time.
 
     Args:
-        named_parameters: those that are to be watched; frozen ones are passed over.
+        sample: a parameter, on whose device backward computes.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._named = [(name, p) for name, p in named_parameters if p.requires_grad]
-        self._now = clock_of(self._named[0][1] if self._named else None)
-        self._handles: list[RemovableHandle] = []
+    def __init__(self, sample: Tensor) -> None:
+        self._now = clock_of(sample)
         self._backwards: list[_Backward] = []
-
-    def attach(self) -> None:
-        """Start to watch."""
-        self._handles = [
-            p.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
-            for name, p in self._named
-        ]
-
-    def detach(self) -> None:
-        """Remove all hooks; what was recorded stays."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def begin(self) -> None:
         """Say that a backward begins now. Without it a backward begins with its first gradient."""
@@ -75,7 +55,8 @@ class BackwardProfiler:
         cpu = sum(b.cpu_end - b.cpu_begin for b in self._backwards)
         return cpu / wall if wall else 0.0
 
-    def _on_gradient(self, name: str, _: Tensor) -> None:
+    def mark(self, name: str) -> None:
+        """Say that the gradient of this parameter is ready now."""
         if not self._backwards:
             self.end()
         self._backwards[-1].mark(name, self._now())

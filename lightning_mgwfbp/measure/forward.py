@@ -43,6 +43,9 @@ class ForwardProfiler:
         self._forwards: list[_Forward] = []
         self._current: _Forward | None = None
 
+    def set_parameters(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Watch other parameters from now on; what was recorded is dropped."""
+
     def attach(self) -> None:
         """Start to watch."""
         self._handles = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_mgwfbp.engine.merged_optimizer import MergedOptimizer
 from lightning_mgwfbp.engine.reducer import Reducer
+from lightning_mgwfbp.engine.structure import Structure
 from lightning_mgwfbp.exchange.exchangers import DenseExchanger
 from lightning_mgwfbp.exchange.transport import LoopbackTransport
 from lightning_mgwfbp.plan import AlphaBeta, MergePlan
@@ -34,6 +35,12 @@ class Layers(nn.Module):
 
     def forward(self, data: Tensor, used: Sequence[int]) -> Tensor:
         return torch.stack([self.layers[i](data).square().mean() for i in used]).sum()
+
+
+def lasting(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Structure:
+    """One that nobody changes."""
+    named = list(named_parameters)
+    return Structure(lambda: named, list)
 
 
 def data_of(*seeds: int) -> Tensor:
@@ -105,7 +112,7 @@ def reducer_of(
     model: nn.Module, transport: LoopbackTransport, *sizes: int, **options: Any
 ) -> Reducer:
     """A reducer whose plan, groups of `sizes`, is in force from the first backward on."""
-    reducer = Reducer(model.named_parameters(), DenseExchanger(transport), **options)
+    reducer = Reducer(lasting(model.named_parameters()), DenseExchanger(transport), **options)
     if sizes:
         reducer.install(plan_of(model, *sizes))
     return reducer

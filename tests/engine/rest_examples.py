@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from engine_examples import lasting
 from torch import Tensor, nn
 
 from lightning_mgwfbp.engine.reducer import Reducer
@@ -157,7 +157,17 @@ class Training:
         frozen = getattr(self.model, step.frozen, nn.Parameter())
         frozen.requires_grad_(False)
         before, left = self._gradients(), self.left
-        given = [self._backward(b, poisoned=step.poisoned) for b in step.backwards]
+        versions = {n: _version(p.grad) for n, p in self.model.named_parameters()}
+        given = []
+        again = {n for n, v in versions.items() if v is not None and step.before == "resume"}
+        for each in step.backwards:
+            given.append(self._backward(each, poisoned=step.poisoned))
+            for n, p in self.model.named_parameters():
+                if versions[n] is not None and _is_written(p.grad, *versions[n]):
+                    again.add(n)
+        # What was added to an average under no_sync makes all of it new, and a new reducer knows of
+        # no average. Other ranks, which would send theirs, too, send zeros if there are none.
+        absent = self.transport.world_size - 1 if isinstance(self.transport, Others) else 0
         self.reducer.synchronize()
         self.reducer.stepped()
         after = self._gradients()
@@ -171,13 +181,15 @@ class Training:
             return
         for n in NAMES:
             self.given[n] = self.given[n] + sum(g[n] for g in given if n in g)
+            if n in again:
+                self.given[n] = self.given[n] - absent * before[n]
             self.received[n] = self.received[n] + after[n] - before[n]
         if step.zero_grad != "keep":
             self.model.zero_grad(set_to_none=step.zero_grad == "to none")
 
     def _connect(self, plan: MergePlan, states: list[dict[str, Any]] | None = None) -> None:
         self.exchanger = CompressedExchanger(self.transport, self.compressor)
-        self.reducer = Reducer(self.model.named_parameters(), self.exchanger)
+        self.reducer = Reducer(lasting(self.model.named_parameters()), self.exchanger)
         if states is not None:
             self.exchanger.load_state_dict(states)
         self.reducer.install(plan)
@@ -190,7 +202,7 @@ class Training:
         }
         if poisoned == self.transport.rank:
             given = {n: g + torch.inf for n, g in given.items()}
-        with self.reducer.no_sync() if backward.no_sync else nullcontext():
+        with self.reducer.no_sync() if backward.no_sync else self.reducer.armed():
             if given:
                 self.model.loss(given).backward()
         return given
@@ -198,6 +210,14 @@ class Training:
     def _gradients(self) -> Named:
         named = self.model.named_parameters()
         return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named}
+
+
+def _version(gradient: Tensor | None) -> tuple[Tensor, int] | None:
+    return None if gradient is None else (gradient, gradient._version)
+
+
+def _is_written(gradient: Tensor | None, before: Tensor, version: int) -> bool:
+    return gradient is before and gradient._version != version
 
 
 def assert_same(ours: Named, theirs: Named) -> None:

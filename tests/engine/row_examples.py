@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_examples import plan_of
+from engine_examples import lasting, plan_of
 from torch import Tensor, nn
 
 from lightning_mgwfbp.engine.reducer import Reducer
@@ -60,7 +60,7 @@ class Training:
         self.rank = transport.rank
         self.model = Words(sparse, layers)
         exchanger = make_exchanger(METHODS[method], transport)
-        self.reducer = Reducer(self.model.named_parameters(), exchanger)
+        self.reducer = Reducer(lasting(self.model.named_parameters()), exchanger)
         count = len(self.reducer.plan.names)
         self.reducer.install(plan_of(self.model, 1, 1, count - 2))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -40,7 +41,13 @@ def test_calls_that_leave_gradients(
     x = torch.ones(1, 2, requires_grad=True)
     loss = checkpoint(model, x, use_reentrant=True) if calls else model(x)
     seen: list[Tensor] = []
-    with BackwardCalls(lambda: seen.append(model.weight.grad.clone())) as counted:
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        yield
+        seen.append(model.weight.grad.clone())
+
+    with BackwardCalls(around) as counted:
         backward(loss.sum(), model)
     assert counted.count == len(seen) == calls
     for number, gradient in enumerate(seen, start=1):
@@ -51,6 +58,12 @@ def test_a_failed_call_has_left_none() -> None:
     """An exchange on one rank of what a failed backward has left."""
     loss = nn.Linear(2, 2)(torch.ones(2)).sum()
     loss.backward()
-    with BackwardCalls(lambda: pytest.fail("called")) as counted, pytest.raises(RuntimeError):
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        yield
+        pytest.fail("ended well")
+
+    with BackwardCalls(around) as counted, pytest.raises(RuntimeError):
         loss.backward()
     assert counted.count == 0

@@ -1,5 +1,6 @@
 """A failure here is a gradient taken for new that is an average, or the other way round."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,15 +15,20 @@ class Book:
         self.ledger = GradientLedger([self.parameter], sets_aside=sets_aside)
 
     def accumulate(self, value: float) -> None:
-        """What autograd and the hook behind it do."""
-        new = torch.full((1,), value)
-        grad = self.parameter.grad
-        self.parameter.grad = new if grad is None else grad + new
-        self.ledger.is_new[0] = True
+        """What autograd does."""
+        (self.parameter * value).sum().backward()
+
+    def exchange(self, average: float | None, *, kept: bool = True) -> tuple[float | None, bool]:
+        """Return what was sent, and whether it was new."""
+        sent, new = self.ledger.take(0)
+        assert self.grad is None
+        self.ledger.put(0, None if average is None else torch.tensor([average]))
+        self.ledger.add_back(lambda _: kept)
+        return number(sent), new
 
     @property
     def grad(self) -> float | None:
-        return None if self.parameter.grad is None else self.parameter.grad.item()
+        return number(self.parameter.grad)
 
 
 def number(tensor: Tensor | None) -> float | None:
@@ -32,162 +38,161 @@ def number(tensor: Tensor | None) -> float | None:
 def test_take_and_put() -> None:
     """The plain case: what was accumulated leaves, the average comes."""
     book = Book()
+    assert book.exchange(None) == (None, False)
     book.accumulate(1.0)
     book.accumulate(2.0)
-    assert number(book.ledger.take(0)) == 3
-    assert book.grad is None
-    assert book.ledger.put(0, torch.tensor([5.0])) is None
-    assert (book.grad, book.ledger.is_new[0]) == (5, False)
+    assert book.ledger.is_new(0)
+    assert book.exchange(5.0) == (3, True)
+    assert book.grad == 5
+    assert not book.ledger.is_new(0)
 
 
 def test_an_average_is_sent_along_but_is_not_new() -> None:
     """Ranks with nothing new must add the average too, and keep it where nobody has anything."""
     book = Book()
     book.accumulate(1.0)
-    book.ledger.take(0)
-    book.ledger.put(0, torch.tensor([5.0]))
-    assert number(book.ledger.take(0)) == 5
-    assert not book.ledger.is_new[0]
-    book.ledger.put(0, None)  # used nowhere
+    book.exchange(5.0)
+    assert book.exchange(None) == (5, False)  # used nowhere
     assert book.grad == 5
-    assert number(book.ledger.take(0)) == 5
-    book.ledger.put(0, torch.tensor([7.0]))  # 5 + what is new on another rank
+    assert book.exchange(7.0) == (5, False)  # 5 + what is new on another rank
     assert book.grad == 7
 
 
-def test_what_is_new_is_taken_with_the_average() -> None:
-    """A second backward without zero_grad, on a rank that took part."""
-    book = Book()
-    book.ledger.put(0, torch.tensor([5.0]))
+@pytest.mark.parametrize("sets_aside", [False, True])
+def test_what_is_written_to_is_new(sets_aside: bool) -> None:
+    """A gradient that the user has changed, replaced or set is taken for an average, and lost."""
+    book = Book(sets_aside)
+    book.accumulate(1.0)
+    book.exchange(5.0)
     book.accumulate(1.0)
     book.accumulate(2.0)
-    assert number(book.ledger.take(0)) == 8
-    assert book.ledger.is_new[0]
-    book.ledger.put(0, torch.tensor([9.0]))
+    assert book.exchange(9.0) == (8, True)
     assert book.grad == 9
+    assert book.parameter.grad is not None
+    book.parameter.grad.mul_(2)
+    assert book.exchange(3.0) == (18, True)
+    book.parameter.grad = book.parameter.grad.clone()
+    assert book.exchange(4.0) == (3, True)
+    book.parameter.grad = None
+    book.parameter.grad = torch.ones(1)  # of torch.autograd.grad, or of a rule of the user's own
+    assert book.exchange(2.0) == (1, True)
 
 
-def test_late_parts_are_handed_back() -> None:
+def test_what_was_put_back_is_an_average_still() -> None:
+    """A picture of gradients, taken and cleared between two steps, makes averages new again."""
+    book = Book()
+    book.accumulate(1.0)
+    book.exchange(5.0)
+    kept, book.parameter.grad = book.parameter.grad, None
+    book.accumulate(3.0)
+    assert book.grad == 3
+    book.parameter.grad = kept
+    assert not book.ledger.is_new(0)
+
+
+def test_what_the_user_clears_is_cleared() -> None:
+    """An average, or what another backward has left, that the user removed comes back."""
+    for sets_aside in (False, True):
+        book = Book(sets_aside)
+        book.accumulate(1.0)
+        book.exchange(5.0)
+        book.parameter.grad = None
+        book.ledger.set_averages_aside()
+        book.accumulate(1.0)
+        assert book.exchange(1.0) == (1, True)
+        assert book.grad == 1
+        assert book.parameter.grad is not None
+        book.parameter.grad.zero_()
+        book.accumulate(3.0)
+        assert book.exchange(6.0) == (3, True)
+        assert book.grad == 6
+
+
+def test_late_parts() -> None:
     """What arrives while a bucket is on its way is overwritten by the average."""
     book = Book()
     book.accumulate(1.0)
     book.ledger.take(0)
+    assert book.ledger.take_late(0) is None
     book.accumulate(2.0)
-    assert number(book.ledger.put(0, torch.tensor([5.0]))) == 2
+    assert number(book.ledger.take_late(0)) == 2
+    assert book.grad is None
+    book.ledger.put(0, torch.tensor([5.0]))
     book.ledger.add(0, torch.tensor([0.5]))
     assert book.grad == 5.5
+    assert not book.ledger.is_new(0)
     book.accumulate(1.0)
-    assert number(book.ledger.take(0)) == 6.5
-
-
-def test_zero_grad_forgets_the_average() -> None:
-    """An average that the user removed comes back."""
-    book = Book()
-    book.ledger.put(0, torch.tensor([5.0]))
-    book.parameter.grad = None
-    book.accumulate(1.0)
-    assert number(book.ledger.take(0)) == 1
-    book.ledger.put(0, torch.tensor([1.0]))
-    assert book.grad == 1
-
-
-class AsideBook(Book):
-    """The same where averages are set aside; `accumulate` runs the hook before it, too."""
-
-    def __init__(self) -> None:
-        super().__init__(sets_aside=True)
-
-    def accumulate(self, value: float) -> None:
-        self.ledger.set_aside(0)
-        super().accumulate(value)
-
-    def exchange(self, average: float | None) -> float | None:
-        """Return what was sent."""
-        sent = number(self.ledger.take(0))
-        self.ledger.put(0, None if average is None else torch.tensor([average]))
-        return sent
+    assert number(book.ledger.take(0)[0]) == 6.5
 
 
 def test_averages_are_set_aside() -> None:
-    """A rest is kept of what was averaged before, or the average is lost."""
-    book = AsideBook()
+    """A residual is kept of what was averaged before, or the average is lost."""
+    book = Book(sets_aside=True)
     book.accumulate(1.0)
-    assert book.exchange(5.0) == 1
+    book.exchange(5.0)
+    book.ledger.set_averages_aside()
     book.accumulate(2.0)
-    book.accumulate(0.5)  # a micro-batch under no_sync
+    book.accumulate(0.5)
     assert book.grad == 2.5
-    assert book.exchange(7.0) == 2.5
-    assert (book.grad, book.ledger.is_new[0]) == (12, False)
+    assert book.exchange(7.0) == (2.5, True)
+    assert book.grad == 12
+    assert not book.ledger.is_new(0)
 
 
 def test_what_was_set_aside_comes_back() -> None:
     """A rank that has nothing new loses its average, or sends it."""
-    book = AsideBook()
+    book = Book(sets_aside=True)
     book.accumulate(1.0)
     book.exchange(5.0)
-    assert book.exchange(None) is None  # used nowhere
-    assert book.grad == 5
-    assert book.exchange(2.0) is None  # used on another rank
+    for said in (True, False):  # whether backward was said to begin
+        if said:
+            book.ledger.set_averages_aside()
+        assert book.exchange(None) == (None, False)  # used nowhere
+        assert book.grad == 5
+    assert book.exchange(2.0) == (None, False)  # used on another rank
     assert book.grad == 7
-    assert book.ledger.take(0) is None
-    assert book.grad is None
+    assert number(book.ledger.take(0)[0]) is None
 
 
-def test_what_was_cleared_does_not_come_back() -> None:
-    """zero_grad, before the backward or before the exchange, has no effect."""
-    book = AsideBook()
+def test_a_backward_that_fails_leaves_what_was_there() -> None:
+    """Who catches the error finds no gradient, or the average in the place of a new one."""
+    book = Book(sets_aside=True)
     book.accumulate(1.0)
     book.exchange(5.0)
-    book.parameter.grad = None
-    book.accumulate(2.0)
-    book.exchange(3.0)
-    assert book.grad == 3
-    book.accumulate(1.0)
-    book.parameter.grad = None  # what was new, with the average that is set aside
-    assert book.exchange(None) is None
-    assert book.grad is None
+    book.ledger.set_averages_aside()
+    book.ledger.put_back()
+    assert book.grad == 5
+    assert not book.ledger.is_new(0)
+
+
+def test_what_other_ranks_have_not_aside_is_sent_along() -> None:
+    """Ranks differ by the average that one has added again, and the other has sent."""
+    book = Book(sets_aside=True)
     book.accumulate(1.0)
     book.exchange(5.0)
-    book.accumulate(1.0)
-    book.parameter.grad = None  # and then another backward
-    book.accumulate(4.0)
-    assert book.exchange(2.0) == 4
-    assert book.grad == 2
-    assert book.parameter.grad is not None
-    book.parameter.grad.zero_()
-    book.accumulate(1.0)
-    book.exchange(6.0)
-    assert book.grad == 6
-
-
-def test_late_parts_leave_the_average_aside() -> None:
-    """A parameter that fires on its way loses the average, or takes the late part for it."""
-    book = AsideBook()
-    for fired_before in (True, False):
-        book.parameter.grad = None
-        book.accumulate(1.0)
-        book.exchange(5.0)
-        if fired_before:
-            book.accumulate(2.0)
-        assert number(book.ledger.take(0)) == (2 if fired_before else None)
-        book.accumulate(0.25)
-        book.accumulate(0.25)
-        assert number(book.ledger.put(0, torch.tensor([3.0]))) == 0.5
-        assert book.grad == 8
-        book.ledger.add(0, torch.tensor([0.125]))
-        assert (book.grad, book.ledger.is_new[0]) == (8.125, False)
+    book.ledger.weight = 2.0
+    assert not book.ledger.has_asides
+    book.ledger.take(0)
+    assert book.ledger.has_asides
+    book.ledger.put(0, torch.tensor([3.0]))
+    assert {i: aside.item() for i, aside in book.ledger.asides().items()} == {0: 10}
+    book.ledger.add_back(lambda _: False)
+    assert not book.ledger.has_asides
+    book.ledger.add(0, torch.tensor([2.5]))
+    assert book.grad == 5.5
 
 
 def test_sparse_and_strided_averages_are_added() -> None:
     """A sparse average cannot be the left side of a sum with a strided one."""
     one = torch.ones(1)
     for aside, average in ((one, one.to_sparse()), (one.to_sparse(), one.to_sparse()), (one, one)):
-        book = AsideBook()
-        book.parameter.grad = aside.clone()
-        book.ledger.set_aside(0)
-        book.parameter.grad, book.ledger.is_new[0] = average.clone(), True
+        book = Book(sets_aside=True)
+        book.ledger.put(0, aside.clone())
+        book.ledger.set_averages_aside()
+        book.parameter.grad = average.clone()
         book.ledger.take(0)
         book.ledger.put(0, average.clone())
+        book.ledger.add_back(lambda _: True)
         assert book.parameter.grad is not None
         assert book.parameter.grad.to_dense().item() == 2
 
@@ -198,9 +203,10 @@ def test_what_a_rank_has_weighs_by_how_many_contribute() -> None:
         book = Book()
         book.ledger.weight = weight
         book.accumulate(3.0)
-        assert number(book.ledger.take(0)) == 3 * weight
+        assert number(book.ledger.take(0)[0]) == 3 * weight
         book.accumulate(4.0)
-        assert number(book.ledger.put(0, torch.tensor([5.0]))) == 4 * weight
-        assert number(book.ledger.take(0)) == 5 * weight
+        assert number(book.ledger.take_late(0)) == 4 * weight
+        book.ledger.put(0, torch.tensor([5.0]))
+        assert number(book.ledger.take(0)[0]) == 5 * weight
         book.ledger.put(0, None)
         assert book.grad == 5

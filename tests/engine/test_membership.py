@@ -1,6 +1,5 @@
 """A failure here is a parameter that takes part in the exchange without being asked, or not."""
 
-import torch
 from engine_examples import Layers, backward, data_of
 from torch import Tensor, nn
 
@@ -95,52 +94,38 @@ def test_another_set_of_frozen_parameters_counts_anew() -> None:
     assert exchanged.membership.staying() == [0, 1, 2, 3]
 
 
-class Asked(Exchanged):
-    """The same, with a call before each accumulation: `grad` is then what it was before."""
+def test_hooks_of_others_come_first() -> None:
+    """A gradient is taken before a mask that was registered later has been applied."""
+    exchanged = Exchanged()
+    followed: list[tuple[int, bool]] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.membership.close()
-        self.before: list[tuple[int, bool]] = []
-        self.membership = Membership(self.parameters, self.on_gradient, self.before_gradient)
-        self.membership.adopt(Layout(MergePlan(NAMES[:4], ((0, 4),)), NAMES, self.parameters))
+    def on_gradient(i: int, _: Tensor) -> None:
+        followed.append((i, exchanged.membership.is_followed(i)))
 
-    def before_gradient(self, i: int) -> None:
-        assert i not in self.fired
-        self.before.append((i, self.parameters[i].grad is None))
-
-
-def test_each_accumulation_is_announced() -> None:
-    """An average is added to before it could be set aside, or after a regrouping twice."""
-    exchanged = Asked()
-    for is_first in (True, False):
-        assert exchanged.backward() == [0, 1, 2, 3]
-        assert sorted(exchanged.before) == [(i, is_first) for i in range(4)]
-        exchanged.before.clear()
-        exchanged.membership.adopt(
-            Layout(MergePlan(NAMES[:4], ((0, 2), (2, 4))), NAMES, exchanged.parameters)
-        )
+    exchanged.on_gradient = on_gradient  # type: ignore[method-assign]
     exchanged.membership.close()
-    assert exchanged.backward() == []
-    assert exchanged.before == []
-
-
-def test_gradients_that_are_not_accumulated_are_not_announced() -> None:
-    """torch.autograd.grad (a gradient penalty) sets averages aside that nobody adds to."""
-    exchanged = Asked()
-    loss = exchanged.model(data_of(0), (0, 1))
-    torch.autograd.grad(loss, exchanged.parameters[:4])
-    assert exchanged.before == []
-
-
-def test_who_is_unfrozen_is_announced() -> None:
-    """A parameter that was frozen at first, or for a while, adds to its average unseen."""
-    exchanged = Asked()
-    exchanged.membership.adopt(Layout(MergePlan(NAMES, ((0, 6),)), NAMES, exchanged.parameters))
-    exchanged.model.layers[2].requires_grad_(True)
-    exchanged.membership.hook_unfrozen()
-    for frozen in (True, False):
-        freeze(exchanged.model.layers[0], frozen)
+    exchanged.membership = Membership(exchanged.parameters, on_gradient)
+    exchanged.membership.adopt(Layout(MergePlan(NAMES[:4], ((0, 4),)), NAMES, exchanged.parameters))
+    ours_came_first: list[bool] = []
+    handles = [
+        exchanged.parameters[1].register_post_accumulate_grad_hook(
+            lambda _: ours_came_first.append(1 in dict(followed))
+        )
+        for _ in range(2)
+    ]
+    for expected in (True, False, False):
+        followed.clear()
+        ours_came_first.clear()
         exchanged.backward()
-        assert {i for i, _ in exchanged.before} == ({2, 3, 4, 5} if frozen else set(range(6)))
-        exchanged.before.clear()
+        assert dict(followed) == {0: False, 1: expected, 2: False, 3: False}
+        assert ours_came_first == [expected] * 2
+    handles[0].remove()
+    assert not exchanged.membership.is_followed(1)
+
+
+def test_unseen_are_those_that_no_hook_is_on() -> None:
+    """A gradient of a parameter that was unfrozen is not exchanged before the next step."""
+    exchanged = Exchanged()
+    assert exchanged.membership.unseen() == []
+    exchanged.model.layers[2].requires_grad_(True)
+    assert exchanged.membership.unseen() == [4, 5]

@@ -13,6 +13,7 @@ from engine_examples import (
     backward,
     data_of,
     gradients,
+    lasting,
     mean,
     plain,
     plan_of,
@@ -68,7 +69,7 @@ def test_before_a_plan_groups_are_held_and_of_25_mib() -> None:
     named = [("last", last), ("large", parameter), ("first", first)]
     transport = LoopbackTransport.solo()
     keys = record_keys(transport)
-    reducer = Reducer(named, DenseExchanger(transport))
+    reducer = Reducer(lasting(named), DenseExchanger(transport))
     assert reducer.plan.names == ("first", "large", "last")
     assert reducer.plan.groups == ((0, 2), (2, 3))
     for _ in range(2):
@@ -196,7 +197,7 @@ def test_mixed_dtypes_are_averaged_each_in_its_own() -> None:
         narrow = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
         complex_ = nn.Parameter(torch.ones(2, dtype=torch.complex64))
         named = {"wide": wide, "narrow": narrow, "complex": complex_}
-        reducer = Reducer(named.items(), DenseExchanger(transport))
+        reducer = Reducer(lasting(named.items()), DenseExchanger(transport))
         factor = 1.0 + 2 * transport.rank  # 1 and 3
         (factor * (wide.sum() + narrow.sum() + (complex_ * (2 + 1j)).real.sum())).backward()
         reducer.synchronize()

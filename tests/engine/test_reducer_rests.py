@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_examples import lasting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopback import on_ranks
@@ -126,7 +127,7 @@ def test_every_dtype(compressor: Compressor) -> None:
     shapes = {n: (3,) if n == "small" else (40, 3) for n in dtypes}
     model = {n: nn.Parameter(torch.zeros(shapes[n], dtype=d)) for n, d in dtypes.items()}
     exchanger = CompressedExchanger(Others(), compressor)
-    reducer = Reducer(model.items(), exchanger)
+    reducer = Reducer(lasting(model.items()), exchanger)
     reducer.install(plan_of_sizes(7, names=tuple(dtypes)))
     given, sent = dict.fromkeys(dtypes, 0), dict.fromkeys(dtypes, 0)
     for s in range(6):

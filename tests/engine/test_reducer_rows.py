@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_examples import plan_of
+from engine_examples import lasting, plan_of
 from loopback import on_ranks
 from ranks import run_ranks
 from row_examples import (
@@ -133,7 +133,7 @@ def test_mixed_with_strided_gradients(method: str) -> None:
         last = nn.Parameter(torch.zeros(1))
         exchanger = make_exchanger(METHODS[method], transport)
         model = nn.ParameterDict({"last": last, "weight": weight})
-        reducer = Reducer(model.named_parameters(), exchanger)
+        reducer = Reducer(lasting(model.named_parameters()), exchanger)
         reducer.install(plan_of(model, 1, 1))
         rows = torch.tensor([transport.rank, 5])
 
@@ -180,7 +180,7 @@ def test_a_late_strided_part_of_what_is_not_known_to_be_sparse() -> None:
     def train(transport: LoopbackTransport) -> Tensor:
         model = nn.ParameterDict({"last": torch.zeros(1), "weight": torch.zeros(8, 2)})
         weight = model["weight"]
-        reducer = Reducer(model.named_parameters(), make_exchanger(None, transport))
+        reducer = Reducer(lasting(model.named_parameters()), make_exchanger(None, transport))
         reducer.install(plan_of(model, 1, 1))
         reducer._expected = [1, 1]  # as after a backward with strided gradients
         functional.embedding(torch.tensor([3, 3]), weight, sparse=True).sum().backward()
