@@ -87,7 +87,9 @@ class Membership:
         ours = self._hooks[i].id
         if next(reversed(hooks), ours) == ours:
             return False
-        hooks.move_to_end(ours)  # those that are being called have been copied
+        # Autograd has made a list of those that it is calling now. It goes by the order of a dict,
+        # which OrderedDict.move_to_end leaves as it is.
+        hooks[ours] = hooks.pop(ours)
         return True
 
     def changed(self) -> bool:
