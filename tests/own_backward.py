@@ -25,7 +25,12 @@ EVERYWHERE = (
     "on_train_epoch_end",
 )
 # where deferred steps are neither refused nor given up
-UNDER_DEFERRED_STEPS = ("attack", "validation_step", "on_validation_epoch_end", "on_train_epoch_end")
+UNDER_DEFERRED_STEPS = (
+    "attack",
+    "validation_step",
+    "on_validation_epoch_end",
+    "on_train_epoch_end",
+)
 
 
 class OwnBackwards(pl.LightningModule):

@@ -1,0 +1,206 @@
+"""A failure here is a parameter or an optimizer that was put in the place of another, unseen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from loopback import on_ranks
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from lightning_mgwfbp import AlphaBeta, MergedOptimizer, TopK
+from lightning_mgwfbp.engine.structure import Structure
+from lightning_mgwfbp.exchange.transport import LoopbackTransport
+
+LINK = AlphaBeta(1e-6, 1e-3)
+
+
+def linear(inputs: int, outputs: int, seed: int) -> nn.Linear:
+    """Ranks are threads here, and share torch's own generator."""
+    layer = nn.Linear(inputs, outputs, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(0.4 * torch.randn(p.shape, dtype=p.dtype, generator=generator))
+    return layer
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(linear(4, 6, 1), nn.Tanh(), linear(6, 6, 2), nn.Tanh(), linear(6, 2, 3))
+
+
+def data_of(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(3, 4, dtype=torch.float64, generator=generator)
+
+
+def new_head(net: nn.Sequential, optimizer: Any, seed: int) -> None:
+    """Classes come: the last layer is replaced."""
+    net[4] = linear(6, 3, seed)
+    optimizer.add_param_group({"params": list(net[4].parameters())})
+
+
+def longer(net: nn.Sequential, optimizer: Any, seed: int) -> None:
+    """Layers come."""
+    net.append(linear(2, 2, seed))
+    optimizer.add_param_group({"params": list(net[5].parameters()), "lr": 0.05})
+
+
+def pruned(net: nn.Sequential, optimizer: Any, seed: int) -> None:
+    """The same parameters, of another shape."""
+    for p, dim in ((net[2].weight, 0), (net[2].bias, 0), (net[4].weight, 1)):
+        p.data = p.data.narrow(dim, 0, 5).clone()
+        p.grad = None
+    optimizer.state.clear()
+
+
+def widened(net: nn.Sequential, optimizer: Any, seed: int) -> None:
+    """The same, with new numbers, which each rank draws for itself."""
+    other = linear(6, 7, seed)
+    for p, q in zip(net[2].parameters(), other.parameters(), strict=True):
+        p.data, p.grad = q.data, None
+    net[4].weight.data, net[4].weight.grad = linear(7, 2, seed).weight.data, None
+    optimizer.state.clear()
+
+
+CHANGES = {"new head": new_head, "longer": longer, "pruned": pruned}
+Change = Callable[[nn.Sequential, Any, int], None]
+
+
+def train(
+    transport: LoopbackTransport,
+    change: Change,
+    seeds: tuple[int, ...] = (7, 7),
+    change_on: tuple[int, ...] = (0, 1),
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Ten steps, of which the sixth comes after the change."""
+    net = network()
+    merged = MergedOptimizer(
+        SGD(net.parameters(), lr=0.1, momentum=0.9),
+        net.named_parameters(),
+        transport=transport,
+        module=net,
+        link=LINK,
+        warmup_steps=2,
+        planner="wfbp",
+        **options,
+    )
+    for step in range(10):
+        if step == 5 and transport.rank in change_on:
+            merged.flush()
+            change(net, merged, seeds[transport.rank])
+        merged.zero_grad()
+        net(data_of(transport.rank, step)).square().mean().backward()
+        merged.step()
+    merged.close()
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def alone(change: Change) -> dict[str, Tensor]:
+    """One process that averages by itself."""
+    net = network()
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(10):
+        if step == 5:
+            change(net, optimizer, 7)
+        optimizer.zero_grad()
+        for rank in range(2):
+            (net(data_of(rank, step)).square().mean() / 2).backward()
+        optimizer.step()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("schedule", ["backward", "cross_iteration"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_comes_later_is_averaged(change: Change, schedule: Any) -> None:
+    """A layer that was replaced, added or cut trains on each rank's own gradients, or never."""
+    expected = alone(change)
+    for state in on_ranks(partial(train, change=change, schedule=schedule)):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["backward", "cross_iteration"])
+@pytest.mark.parametrize("change", [new_head, longer, widened])
+def test_rank_0s_values_win(change: Change, schedule: Any) -> None:
+    """What each rank has drawn for itself stays as it is, and the ranks drift apart."""
+    first, second = on_ranks(partial(train, change=change, seeds=(7, 8), schedule=schedule))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_under_a_compressor(change: Change) -> None:
+    """A residual of the parameter that was there before is added to its successor's gradient."""
+    compressor = TopK(density=0.1, dense_below_numel=0)
+    first, second = on_ranks(partial(train, change=change, seeds=(7, 8), compressor=compressor))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_of_one_rank_only(change: Change) -> None:
+    """The ranks exchange what does not belong together, or one of them waits for the others."""
+    names = {new_head: "4.weight|param_groups", longer: "5.weight|number of", pruned: "2.weight"}
+    with pytest.raises(RuntimeError, match=f"The ranks disagree: .*({names[change]})"):
+        on_ranks(partial(train, change=change, change_on=(1,)))
+
+
+def test_a_parameter_that_is_not_the_models() -> None:
+    """Its gradient is never averaged, and nobody hears of it."""
+
+    def stray(net: nn.Sequential, optimizer: Any, seed: int) -> None:
+        hidden = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        net[4].register_forward_hook(lambda _, __, output: output + hidden)
+        optimizer.optimizer.add_param_group({"params": [hidden]})
+
+    named = r"param_groups\[1\]\['params'\]\[0\], of shape \(2,\)"
+    with pytest.raises(ValueError, match=f"SGD steps a parameter that is not the model's: {named}"):
+        on_ranks(train, stray)
+
+
+def test_without_a_module_nobody_knows_its_name() -> None:
+    """`add_param_group` takes what would never be averaged."""
+    net = network()
+    merged = MergedOptimizer(
+        SGD(net.parameters(), lr=0.1),
+        net.named_parameters(),
+        transport=LoopbackTransport.solo(),
+        link=LINK,
+    )
+    with pytest.raises(ValueError, match="give `module=model` too"):
+        new_head(net, merged, 7)
+    merged.close()
+
+
+def test_has_changed() -> None:
+    """A change goes unseen, or something is taken for one at every step."""
+    net = network()
+    optimizers = [SGD(net.parameters(), lr=0.1)]
+    structure = Structure(lambda: list(net.named_parameters()), lambda: optimizers)
+    assert not structure.has_changed()
+    net[0].weight.grad = torch.zeros_like(net[0].weight)
+    net[0].weight.requires_grad_(False)
+    optimizers[0].param_groups[0]["lr"] = 1.0
+    net[0].weight.data = net[0].weight.data.clone()
+    assert not structure.has_changed()
+    optimizers[0] = copy.copy(optimizers[0])
+    assert structure.has_changed()
+    assert structure.agree(LoopbackTransport.solo()) == frozenset()
+    assert not structure.has_changed()
+    pruned(net, optimizers[0], 7)
+    assert structure.has_changed()
+    changed = {"2.weight", "2.bias", "4.weight"}
+    assert structure.misfits() == changed == structure.agree(LoopbackTransport.solo())
+    assert not structure.has_changed()
+    new_head(net, optimizers[0], 7)
+    assert structure.has_changed()
+    assert [name for name, _ in structure.newcomers()] == ["4.weight", "4.bias"]
+    assert structure.agree(LoopbackTransport.solo()) == {"4.weight", "4.bias"}
+    assert not structure.has_changed()
