@@ -107,7 +107,7 @@ class Round:
         for i, average, somewhere in zip(members, bucket.gradients(), bucket.used(), strict=True):
             if somewhere and i in self._rowwise:
                 self._sparse_somewhere.append(i)
-            else:
+            elif i not in self.misfits:
                 self._ledger.put(i, average if somewhere else None)
 
     def finish(self) -> list[Tensor]:

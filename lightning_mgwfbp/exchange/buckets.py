@@ -1,5 +1,12 @@
 """`Bucket`: one flat buffer for the gradients of some parameters of one dtype and device.
 
+[Note: gradients] What is handed out to be a parameter's `.grad` lies in the buffer's memory, but it
+is no view: it has a version of its own, can be detached in place, and belongs to a storage of its
+own size, so that saving it saves no more. Each parameter has a hidden template over such a storage,
+of which a new tensor is made for each exchange. Somebody who still holds the last one, or anything
+that shares its memory, keeps that storage in use; and whoever has given it to another process has
+moved it. Then the bucket takes new memory, and what is held stays as it is.
+
 Behind the gradients lies a tail of small numbers that travel in the same message: for each
 parameter 1 where this rank has a gradient for it, and three more for what the ranks must agree on.
 After the exchange a number above zero means "somewhere": the values are averaged, and narrow on the
@@ -11,6 +18,7 @@ Complex gradients are kept as pairs of reals, so that every transport can sum th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -36,16 +44,17 @@ class Bucket:
     ) -> None:
         self.parameters = tuple(parameters)
         self.names = tuple(names)
+        # as they are now: the user may put another tensor into a parameter's `.data`
+        self.shapes = tuple(p.shape for p in self.parameters)
+        self._strides = [_strides(p) for p in self.parameters]
         self.compressed = compressed
         sample = self.parameters[0]
         self._sizes = [p.numel() * (2 if p.is_complex() else 1) for p in self.parameters]
         self.body_numel = sum(self._sizes[:compressed])
         self._tail_numel = len(self.parameters) + _FLAGS
         self._numel = sum(self._sizes) + self._tail_numel
-        self._padded = torch.empty(
-            self._numel, dtype=real_dtype(sample.dtype), device=sample.device
-        )
-        self._views: list[Tensor] = []
+        self._dtype, self._device = sample.dtype, sample.device
+        self._use_memory(self._numel)
         self._used: Sequence[bool] = ()
         self._complete = False
         self._share = 1.0
@@ -79,7 +88,7 @@ class Bucket:
         """Let `padded` have a multiple of so many numbers; what the buffer holds is lost."""
         numel = -(-self._numel // multiple) * multiple
         if numel != self._padded.numel():
-            self._padded = self._padded.new_zeros(numel)
+            self._use_memory(numel)
 
     def chunks(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Cut `flat`, (numel,), into what belongs to each parameter, (its numel,) of reals."""
@@ -87,8 +96,10 @@ class Bucket:
 
     def as_gradients(self, flat: Tensor) -> list[Tensor]:
         """Cut `flat`, (numel,), real of any precision, into views as gradients lie here."""
-        pairs = zip(self.chunks(flat), self.parameters, strict=True)
-        return [_as_gradient(chunk, p) for chunk, p in pairs]
+        chunks = zip(self.chunks(flat), self.shapes, self._strides, strict=True)
+        if self._dtype.is_complex:
+            return [torch.view_as_complex(chunk.view(*shape, 2)) for chunk, shape, _ in chunks]
+        return [chunk.as_strided(shape, strides) for chunk, shape, strides in chunks]
 
     def pack(
         self,
@@ -108,8 +119,8 @@ class Bucket:
             again: what all ranks must agree on.
             share: what the exchanger will want, as in `scale_to`; it is sooner done here.
         """
-        self._let_go_of_held_views()
-        self._views = self.as_gradients(self.data)
+        if self._is_held():
+            self._use_memory(self._padded.numel())
         tail = self.tail
         tail.fill_(share)
         for place, flag in enumerate((notice, again, not again), start=-_FLAGS):
@@ -120,7 +131,7 @@ class Bucket:
         if not self._complete:
             tail[:-_FLAGS] = torch.tensor(used, dtype=tail.dtype) * share
         self._share = share
-        views, given = self._views, [g for g in gradients if g is not None]
+        views, given = self._templates, [g for g in gradients if g is not None]
         if len(given) < len(gradients):
             pairs = list(zip(views, gradients, strict=True))
             torch._foreach_zero_([view for view, gradient in pairs if gradient is None])
@@ -137,13 +148,10 @@ class Bucket:
             self._share = share
 
     def gradients(self) -> list[Tensor]:
-        """Hand out one view for each parameter, of its shape and dtype; once after each `pack`.
-
-        The bucket keeps none of them: whoever still holds one when the next `pack` comes keeps
-        the storage in use, which `pack` sees.
-        """
-        views, self._views = self._views, []
-        return [view.data for view in views]
+        """Hand out one tensor for each parameter, of its shape and dtype: [Note: gradients]."""
+        if self._padded.data_ptr() != self._place:  # a communication hook has resized it
+            self._make_templates()
+        return [template.data for template in self._templates]
 
     def used(self) -> list[bool]:
         """Which parameters had a gradient on any rank. Waits for the device, unless this rank had
@@ -171,11 +179,34 @@ class Bucket:
             if share != 1:
                 self.data.mul_(share)
 
-    def _let_go_of_held_views(self) -> None:
-        # the buffer itself and the handle that asks make two
-        if torch._C._storage_Use_Count(self._padded.untyped_storage()._cdata) > 2:
-            self._padded = torch.empty_like(self._padded)
-            self._padded[self._numel :].zero_()
+    def _use_memory(self, padded_numel: int) -> None:
+        """Take new memory, of so many numbers."""
+        real = real_dtype(self._dtype)
+        self._padded = torch.empty(padded_numel, dtype=real, device=self._device)
+        self._padded[self._numel :].zero_()
+        self._make_templates()
+
+    def _make_templates(self) -> None:
+        self._place, whole = self._padded.data_ptr(), self._padded.untyped_storage()
+        ends = [n * self._padded.itemsize for n in accumulate(self._sizes, initial=0)]
+        pieces = [whole[begin:end] for begin, end in pairwise(ends)]  # each keeps the whole alive
+        like = torch.empty(0, dtype=self._dtype, device=self._device)
+        self._templates = [
+            like.new_empty(0).set_(piece, 0, shape, strides)
+            for piece, shape, strides in zip(pieces, self.shapes, self._strides, strict=True)
+        ]
+        self._pieces = [template.untyped_storage() for template in self._templates]
+        self._places = [piece.data_ptr() for piece in self._pieces]
+
+    def _is_held(self) -> bool:
+        """Whether somebody else holds the memory, or has moved it: [Note: gradients]."""
+        uses = torch._C._storage_Use_Count
+        # of a piece: its template, and the handle here; of all: the same, and each piece
+        return (
+            uses(self._padded.untyped_storage()._cdata) > 2 + len(self._pieces)
+            or any(uses(piece._cdata) > 2 for piece in self._pieces)
+            or [piece.data_ptr() for piece in self._pieces] != self._places
+        )
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -188,12 +219,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _as_gradient(chunk: Tensor, parameter: Tensor) -> Tensor:
-    if parameter.is_complex():
-        return torch.view_as_complex(chunk.view(*parameter.shape, 2))
-    if parameter.is_contiguous() or not _is_dense(parameter):
-        return chunk.view_as(parameter)  # more than twice as fast as view(shape)
-    return chunk.as_strided(parameter.shape, parameter.stride())
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Those of the gradient: the parameter's own where its elements lie side by side."""
+    if parameter.is_complex() or not _is_dense(parameter):
+        return torch.empty(parameter.shape, device="meta").stride()
+    return parameter.stride()
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -96,7 +96,8 @@ class HookBucket:
         As in DDP their elements are in the order of memory, so that hooks may `view` them: for a
         parameter in channels_last not the order of its own.
         """
-        shapes = [(*p.shape, 2) if p.is_complex() else p.shape for p in self.parameters()]
+        pairs = zip(self._bucket.shapes, self.parameters(), strict=False)  # some are not compressed
+        shapes = [(*shape, 2) if p.is_complex() else shape for shape, p in pairs]
         chunks = self._bucket.chunks(self._buffer)[: len(shapes)]
         return [chunk.view(shape) for chunk, shape in zip(chunks, shapes, strict=True)]
 

@@ -106,16 +106,17 @@ class PowerSGDExchanger(FeedbackExchanger):
         """M, contiguous and of the parameter's shape, and Q^T, (rank, m), of each to compress."""
         residuals, factors = [], []
         like = bucket.buffer[:0].to(accumulation_dtype(bucket.buffer.dtype))
-        for name, p in list(zip(bucket.names, bucket.parameters, strict=True))[: bucket.compressed]:
+        named_shapes = list(zip(bucket.names, bucket.shapes, strict=True))
+        for name, shape in named_shapes[: bucket.compressed]:
             residual, factor = self._residuals.get(name), self._factors.get(name)
             if residual is None:
-                residual = like.new_zeros(p.shape)
-            elif residual.shape != p.shape:
-                shapes = f"{tuple(residual.shape)}, but the parameter {tuple(p.shape)}"
+                residual = like.new_zeros(shape)
+            elif residual.shape != shape:
+                shapes = f"{tuple(residual.shape)}, but the parameter {tuple(shape)}"
                 raise ValueError(
                     f"The residual of {name!r} has shape {shapes}: it was saved for another model."
                 )
-            factor_shape = (self._method.rank, prod(p.shape[1:]))
+            factor_shape = (self._method.rank, prod(shape[1:]))
             if factor is None or factor.shape != factor_shape:  # saved under another rank=...
                 factor = _first_factor(name, factor_shape)
             residuals.append(residual.to(like))
