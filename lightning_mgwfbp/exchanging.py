@@ -107,7 +107,7 @@ class ExchangingStrategy(DDPStrategy):
         self.preemption = None if roll_call is None else Preemption(trainer, roll_call)
         step = super().optimizer_step
         self._steps = {id(o): self.session.step_of(o, step) for o in self.optimizers}
-        callback.session_begins(trainer)
+        callback.session_begins()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
