@@ -23,6 +23,7 @@ from lightning_mgwfbp.engine.grouped_step import GroupedStep
 from lightning_mgwfbp.engine.membership import require_unexchanged
 from lightning_mgwfbp.engine.options import Settings, require_no_momentum
 from lightning_mgwfbp.engine.reducer import Reducer
+from lightning_mgwfbp.engine.steps_in_backward import StepsInBackward
 from lightning_mgwfbp.engine.warmup import WarmUp
 from lightning_mgwfbp.exchange.compressors import Cast, as_written
 from lightning_mgwfbp.exchange.decoupled import DecoupledExchanger
@@ -83,6 +84,7 @@ class Session:
                 stacklevel=2,
             )
         self._named = dict(named)
+        self._steps_in_backward = StepsInBackward(named if transport.rank == 0 else ())
         self._settings = settings
         self._transport = transport
         every = settings.detect_divergence_every_n_steps
@@ -149,9 +151,10 @@ class Session:
         of its own, and there is one where there was none. So all ranks have equally many.
         """
         if self._cross_iteration is not None:
-            yield
+            with self._steps_in_backward.watched():
+                yield
             return
-        with BackwardCalls(self.reducer.synchronize) as calls:
+        with self._steps_in_backward.watched(), BackwardCalls(self.reducer.synchronize) as calls:
             yield
         if not calls.count:
             self.reducer.synchronize()
