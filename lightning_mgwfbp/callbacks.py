@@ -36,6 +36,7 @@ class WarmupCallback(pl.Callback):
         self._save_dir = save_dir
         self._strategy: ExchangingStrategy | None = None
         self._steps_seen = 0
+        self._unlogged: Tuned | None = None  # a plan whose numbers no logger has yet
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> WarmupCallback:
@@ -49,8 +50,9 @@ class WarmupCallback(pl.Callback):
     def attach(self, strategy: ExchangingStrategy) -> None:
         """Called by the strategy in its setup."""
         self._strategy = strategy
+        self._unlogged = None
 
-    def session_begins(self, trainer: pl.Trainer) -> None:
+    def session_begins(self) -> None:
         """Called by the strategy when its session is open."""
         session = self._session
         assert session is not None
@@ -61,7 +63,7 @@ class WarmupCallback(pl.Callback):
             )
         tuned = session.warmup.start()
         if tuned is not None:
-            self.on_plan(trainer, tuned)
+            self._on_plan(tuned)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -89,6 +91,8 @@ class WarmupCallback(pl.Callback):
                 session.warmup.forward_begins()
             # not in on_train_epoch_start, which does not run where fit is resumed within an epoch
             session.set_epoch(trainer.current_epoch)
+        # at set-up the step was not known: a checkpoint that is resumed changes it
+        self._log_plan(trainer)
 
     @override
     def on_before_backward(
@@ -116,7 +120,8 @@ class WarmupCallback(pl.Callback):
         self._steps_seen = trainer.global_step
         tuned = session.warmup.step_ended()
         if tuned is not None:
-            self.on_plan(trainer, tuned)
+            self._on_plan(tuned)
+            self._log_plan(trainer)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -145,6 +150,19 @@ class WarmupCallback(pl.Callback):
         if self._session is not None:
             self._session.flush()
 
+    def _log_plan(self, trainer: pl.Trainer) -> None:
+        """Log the new plan's numbers, if there is one, beside what Lightning logs of this batch.
+
+        Many loggers refuse a step lower than the last one, and Lightning counts batches that
+        stepped, not optimizer steps: by hand there may be several in a batch.
+        """
+        tuned, self._unlogged = self._unlogged, None
+        if tuned is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics(
+                    tuned.metrics(), step=trainer.fit_loop.epoch_loop._batches_that_stepped
+                )
+
     @property
     def _inputs(self) -> UnevenInputs | None:
         return None if self._strategy is None else self._strategy.inputs
@@ -157,12 +175,10 @@ class WarmupCallback(pl.Callback):
     def _session(self) -> Session | None:
         return None if self._strategy is None else self._strategy.session
 
-    def on_plan(self, trainer: pl.Trainer, tuned: Tuned) -> None:
-        """Show the new plan, log it, and save what it was made from."""
+    def _on_plan(self, tuned: Tuned) -> None:
+        """Show the new plan, save what it was made from, and have its numbers logged."""
         assert self._strategy is not None
-        self._strategy.tuned = tuned
-        for logger in trainer.loggers:
-            logger.log_metrics(tuned.metrics(), step=trainer.global_step)
+        self._strategy.tuned = self._unlogged = tuned
         if not self._strategy.is_global_zero:
             return
         print_plan(tuned)

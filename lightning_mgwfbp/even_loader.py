@@ -11,6 +11,10 @@ an epoch have less left than it says.
 [Note: looks] Only the iteration of Lightning's own fetcher is counted, and only of a loader that is
 alone: a hook of one rank may have a look at some batch, and of several loaders, some of them gone
 through again and again, nobody knows which one ends an epoch.
+
+[Note: made anew] Where a user's CombinedLoader goes through Lightning's set-up again, what is in it
+now is wrapped. Lightning gives a DataLoader another sampler by making it anew, from the arguments
+that it finds under names of its own. The loader within has been through that: it is what is made.
 """
 
 from __future__ import annotations
@@ -49,17 +53,32 @@ _EXACT = (  # these yield as many as they say
 class EvenLoader:
     """Yields on every rank as many batches as the rank with the most has.
 
+    To isinstance it is also what it wraps, where that is a DataLoader: users ask.
+
     Args:
         loader: this rank's; its attributes are this one's.
         counts: joins the ranks.
         trainer: whose fit it is for.
         joins: whether ranks may run out at all.
+        made_anew: what Lightning would have a DataLoader made with. [Note: made anew]
     """
 
+    def __new__(cls, loader: Any = None, *_: Any, **made_anew: Any) -> Any:
+        return loader if made_anew else object.__new__(cls)
+
     def __init__(
-        self, loader: Any, counts: BatchCounts, trainer: pl.Trainer, *, joins: bool
+        self,
+        loader: Any,
+        counts: BatchCounts,
+        trainer: pl.Trainer,
+        joins: bool,
+        **made_anew: Any,
     ) -> None:
         self.loader = loader
+        given = {"loader": loader, "counts": counts, "trainer": trainer, "joins": joins}
+        saved = {"args": tuple(given.values()), "kwargs": {}, "arg_names": tuple(given)}
+        vars(self).update({f"__pl_saved_{name}": value for name, value in saved.items()})
+        vars(self)["__dataset"] = getattr(loader, "dataset", None)
         self._counts = counts
         self._trainer = trainer
         self._joins = joins
@@ -73,6 +92,11 @@ class EvenLoader:
         if name == "loader":  # not made yet: while unpickling
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        loader = vars(self).get("loader")
+        return type(loader) if isinstance(loader, DataLoader) else EvenLoader
 
     @property
     def _iterator(self) -> Any:

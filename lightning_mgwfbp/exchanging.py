@@ -106,7 +106,7 @@ class ExchangingStrategy(DDPStrategy):
         roll_call = self.session.roll_call
         self.preemption = None if roll_call is None else Preemption(trainer, roll_call)
         self._steps = self.session.steps_of(self.optimizers, super().optimizer_step)
-        callback.session_begins(trainer)
+        callback.session_begins()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

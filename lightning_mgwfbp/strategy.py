@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
@@ -36,6 +37,9 @@ _NAMES: dict[str, dict[str, Any]] = {
     "mgwfbp_cross_iteration": {"start_method": "popen", "schedule": "cross_iteration"},
     "mgwfbp_horovod": {"start_method": "popen", "transport": "horovod"},
 }
+_FOR_FABRIC = (
+    "With Fabric or a loop of your own, wrap the optimizer in lightning_mgwfbp.MergedOptimizer"
+)
 
 
 class MGWFBPStrategy(ExchangingStrategy):
@@ -157,6 +161,10 @@ class MGWFBPStrategy(ExchangingStrategy):
             start_method=start_method,
         )
 
+    def __repr__(self) -> str:
+        # all that Fabric shows of an object which it refuses
+        return f"<{type(self).__name__}, for Trainer. {_FOR_FABRIC}>"
+
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -186,3 +194,13 @@ class MGWFBPStrategy(ExchangingStrategy):
 
 
 MGWFBPStrategy.register_strategies(StrategyRegistry)
+
+
+def _refuse_fabric(given: str) -> NoReturn:
+    raise ValueError(
+        f"`Fabric(strategy={given!r})` cannot work: it is a strategy of Trainer. {_FOR_FABRIC}."
+    )
+
+
+for _name in _NAMES:
+    FABRIC_REGISTRY.register(_name, _refuse_fabric, override=True, given=_name)

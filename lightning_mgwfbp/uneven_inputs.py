@@ -82,7 +82,7 @@ class UnevenInputs:
             return loader
         if self._counts is None:
             self._counts = BatchCounts(self._timeout)
-        return EvenLoader(loader, self._counts, self._trainer, joins=self._joins)
+        return EvenLoader(loader, self._counts, self._trainer, self._joins)
 
     def require_one_loader(self) -> None:
         """Refuse to join where batches have parts from several loaders.

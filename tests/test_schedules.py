@@ -13,9 +13,14 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from training import Toy, ToyData, make_strategy, quiet_trainer
 
-from lightning_mgwfbp import TopK, WarmupCallback
+from lightning_mgwfbp import MergedOptimizer, TopK, WarmupCallback
 from lightning_mgwfbp.exchange.compressors import COMPRESSORS, Cast
-from lightning_mgwfbp.schedules import against_cross_iteration, what_would_see
+from lightning_mgwfbp.exchange.transport import LoopbackTransport
+from lightning_mgwfbp.schedules import (
+    against_cross_iteration,
+    agree_on_schedule,
+    what_would_see,
+)
 
 
 class Manual(Toy):
@@ -136,6 +141,32 @@ def test_who_may_look_is_found() -> None:
         (trainer_of(OwnStep()), "OwnStep.optimizer_step"),
     ):
         assert words in str(what_would_see(trainer))
+
+
+class OnCuda(nn.Parameter):
+    """A parameter that says it lies on a GPU."""
+
+    device = torch.device("cuda", 1)
+
+
+def test_a_parameter_on_cuda_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Updates are made of averages that have not arrived, silently."""
+    optimizer = torch.optim.SGD([OnCuda(torch.zeros(2))], lr=0.1)
+    trainer, alone = trainer_of(Toy(), optimizer), LoopbackTransport.solo()
+    words = "the parameters lie on cuda:1, and updates deferred into the next forward are not order"
+    with pytest.raises(ValueError, match=words):
+        agree_on_schedule(trainer, "cross_iteration", None, alone)
+    with pytest.raises(ValueError, match=words):
+        MergedOptimizer(
+            optimizer,
+            [("weight", optimizer.param_groups[0]["params"][0])],
+            transport=alone,
+            schedule="cross_iteration",
+            module=nn.Identity(),
+        )
+    with caplog.at_level("INFO"):
+        assert agree_on_schedule(trainer, "auto", None, alone) == "backward"
+    assert words in caplog.text
 
 
 class Steps(pl.Callback):

@@ -27,6 +27,12 @@ def why_not_deferred(
     devices = {p.device for o in optimizers for group in o.param_groups for p in group["params"]}
     if len(devices) > 1:
         yield f"the parameters lie on {' and '.join(sorted(map(str, devices)))}"
+    for device in devices:
+        if device.type == "cuda":
+            yield (
+                f"the parameters lie on {device}, and updates deferred into the next forward are"
+                " not ordered behind their averages on CUDA yet"
+            )
     if len(optimizers) != 1:
         yield f"there are {len(optimizers)} optimizers, not one"
     for optimizer in optimizers:

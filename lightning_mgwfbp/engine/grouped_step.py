@@ -17,6 +17,8 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lightning_mgwfbp.engine.steps_in_backward import StepsInBackward
+
 # Read in torch's source: these loop over parameters and keep nothing per param_group.
 _PER_PARAMETER = tuple(
     getattr(optim, name)
@@ -62,7 +64,7 @@ def is_step_watched(optimizer: Optimizer) -> bool:
         (
             optimizer._optimizer_step_pre_hooks,
             optimizer._optimizer_step_post_hooks,
-            _global_optimizer_pre_hooks,
+            any(not isinstance(h, StepsInBackward) for h in _global_optimizer_pre_hooks.values()),
             _global_optimizer_post_hooks,
             inspect.unwrap(optimizer.step) is not own_step,  # torch's schedulers leave a trace
         )

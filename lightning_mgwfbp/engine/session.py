@@ -24,6 +24,7 @@ from lightning_mgwfbp.engine.grouped_step import GroupedStep
 from lightning_mgwfbp.engine.membership import require_unexchanged
 from lightning_mgwfbp.engine.options import Settings, require_no_momentum
 from lightning_mgwfbp.engine.reducer import Reducer
+from lightning_mgwfbp.engine.steps_in_backward import StepsInBackward
 from lightning_mgwfbp.engine.structure import Named, Structure
 from lightning_mgwfbp.engine.warmup import WarmUp
 from lightning_mgwfbp.exchange.compressors import Cast, as_written
@@ -85,6 +86,7 @@ class Session:
                 stacklevel=2,
             )
         self._structure = structure
+        self._steps_in_backward = StepsInBackward(named if transport.rank == 0 else ())
         self._settings = settings
         self._transport = transport
         every = settings.detect_divergence_every_n_steps
@@ -182,10 +184,11 @@ class Session:
         of its own, and there is one where there was none. So all ranks have equally many.
         """
         if self._cross_iteration is not None:
-            with self.reducer.armed():
+            with self._steps_in_backward.watched(), self.reducer.armed():
                 yield
             return
-        with BackwardCalls(self._averaged_backward) as calls:
+        around = BackwardCalls(self._averaged_backward)
+        with self._steps_in_backward.watched(), around as calls:
             yield
         if not calls.count:
             self.reducer.synchronize()

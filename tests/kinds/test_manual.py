@@ -86,6 +86,23 @@ class Unequal(LightningModule):
         )
 
 
+class Window(Layers):
+    """Accumulates over two parts of each batch, of which only the last one's backward exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.seen += [p.grad.clone() for p in self.parameters() if p.grad is not None]
+        self.manual_backward(super().training_step([batch[0] + 1], batch_idx))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class OwnBackward(Layers):
     """Looks at gradients as soon as a backward of its own has ended."""
 
@@ -123,6 +140,11 @@ def test_several_backwards_in_a_step(toggles: bool) -> None:
     module = partial(Adversaries, toggles, parts=3)
     # where something may be left behind, averages are set aside and added, which rounds otherwise
     assert_equal_to_oracle(Kind(module, {"max_steps": 12}, strategies=(BACKWARD, HOROVOD)))
+
+
+def test_a_backward_that_does_not_exchange() -> None:
+    """`block_backward_sync`, in the place of `trainer.model.no_sync()`."""
+    assert_equal_to_oracle(Kind(Window, {"max_steps": 12}, strategies=(BACKWARD, HOROVOD)))
 
 
 @pytest.mark.parametrize("module", [OwnBackward, ClippedInBackward])
