@@ -146,7 +146,6 @@ class WarmUp:
         self._profiler.attach()
         if self._forward is not None:
             self._forward.forget()
-            self._forward.attach()
         self._seen = 0
 
     def stop(self) -> None:
@@ -155,7 +154,7 @@ class WarmUp:
             self._profiler.detach()
             self._profiler = None
             if self._forward is not None:
-                self._forward.detach()
+                self._forward.drop()
 
     def forward_begins(self) -> None:
         if self._profiler is not None and self._forward is not None:
