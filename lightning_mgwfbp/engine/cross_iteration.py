@@ -23,13 +23,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.callback import callback_handler
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -42,7 +40,8 @@ from lightning_mgwfbp.engine.first_use import (
 from lightning_mgwfbp.engine.grouped_step import GroupedStep
 from lightning_mgwfbp.engine.layout import Layout
 from lightning_mgwfbp.engine.reducer import Reducer
-from lightning_mgwfbp.measure.module_hooks import ModuleHook
+from lightning_mgwfbp.engine.suspended import modes_suspended
+from lightning_mgwfbp.measure.module_hooks import Compiling, ModuleHook
 
 
 class CrossIteration:
@@ -76,10 +75,11 @@ class CrossIteration:
         self._in_forward = False
         self._pending: set[int] = set()  # buckets
         modules = list(module.modules())
-        self._has_unseen_code = has_unseen_code(modules)
-        self._hooks = [*self._hook_calls(modules), *self._hook_states(modules)]
+        self.has_unseen_code = has_unseen_code(modules)  # then no step should be deferred
+        self._hooks = list(self._hook_states(modules))
         self._optimizer_hooks = self._hook_optimizer()
-        callback_handler.register_start_callback(self._before_compiling)
+        self._calls: RemovableHandle | None = None  # on while a step is pending
+        self._compiling = Compiling(self._before_compiling)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -126,11 +126,14 @@ class CrossIteration:
         self._pending = set(range(len(layout.buckets)))
         self._is_noticed = None
         self._deferred = True
+        # global ones come before the modules' own, which may compute with parameters (weight_norm)
+        self._calls = register_module_forward_pre_hook(self._before_call)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around a forward: afterwards nothing is pending."""
-        if self._deferred and (self._has_unseen_code or scripted_functions_exist()):
+        is_traced = torch.jit.is_tracing()  # more than once, and shall look the same each time
+        if self._deferred and (self.has_unseen_code or scripted_functions_exist() or is_traced):
             self.flush()
         self._finish(())  # before anything is used: [Note: notice]
         if self._deferred:
@@ -160,20 +163,10 @@ class CrossIteration:
         for hook in [*self._hooks, *self._optimizer_hooks]:
             hook.remove()
         self._hooks.clear()
-        if self._before_compiling in callback_handler.start_callbacks:
-            callback_handler.remove_start_callback(self._before_compiling)
+        self._compiling.close()
         if self._deferred:
             self._not_pending(list(self._pending))
-            self._deferred = False
-
-    def _hook_calls(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
-        for module in modules:
-            own = list(module.parameters(recurse=False))
-            if own and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-                # before others' hooks, which may compute with parameters (weight_norm)
-                yield module.register_forward_pre_hook(
-                    ModuleHook(partial(self._before_call, own)), prepend=True
-                )
+            self._end()
 
     def _hook_states(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
         """Whoever saves or loads weights or optimizer state finds them complete."""
@@ -190,8 +183,11 @@ class CrossIteration:
             optimizer.register_load_state_dict_pre_hook(flush),
         ]
 
-    def _before_compiling(self, *_: Any) -> None:
-        self._has_unseen_code = True  # whatever it is, and whoever calls it
+    def _before_compiling(self) -> None:
+        self.has_unseen_code = True  # whatever it is, and whoever calls it
+        self._flush_uncompiled()
+
+    def _flush_uncompiled(self) -> None:
         # optimizers compute otherwise where they take themselves for compiled
         compiler: Any = torch.compiler
         before, compiler._is_compiling_flag = compiler._is_compiling_flag, False
@@ -200,12 +196,20 @@ class CrossIteration:
         finally:
             compiler._is_compiling_flag = before
 
-    def _before_call(self, parameters: list[nn.Parameter]) -> None:
-        if self._pending and not self._in_forward:
-            self.flush()  # nobody sees which functions it calls, and with what
-        if self._pending:
-            own = {self._bucket_of[id(p)] for p in parameters if id(p) in self._bucket_of}
+    def _before_call(self, module: nn.Module, *_: Any) -> None:  # [Note: forward hooks]
+        if torch.compiler.is_dynamo_compiling() or not self._pending:
+            return
+        if torch.compiler.is_compiling():  # torch.export calls it with others in their places
+            self._flush_uncompiled()
+            return
+        # else nobody sees which modules and functions it calls, and with what
+        is_seen = self._in_forward and not isinstance(module, torch.jit.ScriptModule)
+        parameters = module._parameters.values() if is_seen else module.parameters()
+        own = {self._bucket_of[id(p)] for p in parameters if id(p) in self._bucket_of}
+        if self._in_forward:
             self._finish(own & self._pending)
+        elif own:
+            self.flush()
 
     def _finish(self, numbers: Collection[int]) -> None:
         with self._lock:
@@ -236,7 +240,7 @@ class CrossIteration:
         with self._averages_in_grad(self._parameters):
             self._reducer.complete()
             self._not_pending(list(self._pending))
-            self._deferred = False
+            self._end()
             self._step.step_on(self._parameters if self._is_noticed else pending)
 
     @contextmanager
@@ -255,6 +259,11 @@ class CrossIteration:
             for parameter in parameters:
                 parameter.grad = own.get(id(parameter))
 
+    def _end(self) -> None:
+        self._deferred = False
+        assert self._calls is not None
+        self._calls.remove()
+
     def _of_buckets(self, numbers: Iterable[int]) -> list[nn.Parameter]:
         assert self._layout is not None
         return [self._parameters[i] for n in numbers for i in self._layout.members[n]]
@@ -272,11 +281,7 @@ class CrossIteration:
         """Outside of what the forward in which it happens may be in."""
         self._is_completing = True
         try:
-            with (
-                torch._C.DisableTorchFunction(),
-                torch.inference_mode(False),
-                temporarily_clear_interpreter_stack(),
-            ):
+            with modes_suspended():
                 yield
         finally:
             self._is_completing = False

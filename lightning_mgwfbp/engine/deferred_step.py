@@ -46,7 +46,7 @@ class DeferredStep:
     Whole are: the first, which makes the optimizer's state; those before there is a plan, or under
     `no_sync`; those whose averages are in `.grad` already or cannot be in buckets, being sparse;
     those at which the ranks compare weights, since only here do all come by; and all where somebody
-    has hooks on them.
+    has hooks on them, or where compiled or scripted code must find them complete.
 
     Args:
         optimizer: whose step it is.
@@ -116,5 +116,6 @@ class DeferredStep:
             or not self._reducer.overlaps
             or bool(self._reducer.rowwise)
             or self._reducer.compares_weights
+            or self._cross_iteration.has_unseen_code
             or is_step_watched(self._optimizer)
         )

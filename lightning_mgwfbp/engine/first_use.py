@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_mgwfbp.measure.module_hooks import is_compiled
+
 # What asks about a tensor, not for its numbers.
 _METADATA = frozenset(
     (
@@ -87,12 +89,7 @@ def address_of(tensor: Tensor) -> int:
 
 def has_unseen_code(modules: Iterable[nn.Module]) -> bool:
     """Whether one of them is scripted, or compiled by `module.compile()` or `torch.compile`."""
-    return any(
-        isinstance(m, torch.jit.ScriptModule)
-        or m._compiled_call_impl is not None
-        or "_orig_mod" in m._modules
-        for m in modules
-    )
+    return any(isinstance(m, torch.jit.ScriptModule) or is_compiled(m) for m in modules)
 
 
 def scripted_functions_exist() -> bool:

@@ -24,8 +24,9 @@ from lightning_mgwfbp.engine.agreement import (
 )
 from lightning_mgwfbp.engine.averaged_step import Closure
 from lightning_mgwfbp.engine.deferred_step import why_not_deferred
+from lightning_mgwfbp.engine.module_calls import ModuleCalls
 from lightning_mgwfbp.engine.options import Options, Schedule, require_choice
-from lightning_mgwfbp.engine.session import Session, hook_forward
+from lightning_mgwfbp.engine.session import Session
 from lightning_mgwfbp.engine.structure import Named, Structure
 from lightning_mgwfbp.engine.warmup import Tuned
 from lightning_mgwfbp.exchange.methods import ExchangeMethod, resolve_compressor
@@ -193,14 +194,16 @@ class MergedOptimizer(Optimizer):
                 is_always_armed=module is None,
             )
             opened.callback(self._session.close)
-            for hook in [] if module is None else hook_forward(module, self._session):
-                opened.callback(hook.remove)
+            self._calls = ModuleCalls(module, self._session)
+            self._calls.watch()
+            opened.callback(self._calls.close)
             # Optimizer.__init__ is not called: whatever it would set up is the wrapped one's
             self.optimizer = optimizer
             self._module = module
             self.reducer = self._session.reducer
             self._step = self._session.steps_of([optimizer], _plain_step)[id(optimizer)]
             self.tuned = self._session.warmup.start()
+            self._calls.rest()
             opened.callback(self._session.flush)
             self._opened = opened.pop_all()
 
@@ -240,6 +243,7 @@ class MergedOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Wait until the averages are in `.grad`. Collective; a no-op under `no_sync`."""
         self.reducer.synchronize()
+        self._calls.rest()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within, gradients accumulate locally; the first exchange outside carries them too."""
@@ -247,13 +251,16 @@ class MergedOptimizer(Optimizer):
 
     def step(self, closure: Closure | None = None, **kwargs: Any) -> Any:
         """Step the wrapped optimizer on the averages; each call of `closure` is synchronised."""
+        self._calls.watch()
         result = self._step(closure, **kwargs)
         self.tuned = self._session.warmup.step_ended() or self.tuned
+        self._calls.rest()
         return result
 
     def flush(self) -> None:
         """Complete the update of the last step, which "cross_iteration" has deferred."""
         self._session.flush()
+        self._calls.rest()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also those on their way: they are waited for first, and what a
@@ -268,6 +275,7 @@ class MergedOptimizer(Optimizer):
                 self.synchronize()
             self.reducer.discard()
             self._step.forget_averages()
+            self._calls.rest()
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:

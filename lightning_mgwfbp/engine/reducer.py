@@ -58,6 +58,7 @@ class Reducer:
         is_always_armed: every backward outside of `no_sync` is training's own.
 
     Attributes:
+        is_always_armed: as it was given; it may be changed.
         exchanger: the one given.
         layout: the buckets of the plan in force.
         exchanges: how many there have been.
@@ -84,7 +85,7 @@ class Reducer:
         self._transport = exchanger.transport
         self._static_graph = static_graph
         self._watch = watch
-        self._is_always_armed = is_always_armed
+        self.is_always_armed = is_always_armed
         self._is_armed = False
         self._lock = threading.RLock()
         self._syncing = True
@@ -131,7 +132,7 @@ class Reducer:
     @property
     def has_begun(self) -> bool:
         """Whether training's own backward has left gradients that all ranks exchange."""
-        is_own = self._is_armed or self._is_always_armed
+        is_own = self._is_armed or self.is_always_armed
         return self._running or (
             is_own and any(map(self._ledger.is_new, self._membership.unseen()))
         )
@@ -337,7 +338,7 @@ class Reducer:
     def _on_gradient(self, i: int, _: Tensor) -> None:
         with self._lock:
             self._has_accumulated = True
-            if not self._syncing or not (self._is_armed or self._is_always_armed):
+            if not self._syncing or not (self._is_armed or self.is_always_armed):
                 return
             if not self._running:
                 self._begin()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_mgwfbp.engine.agreement import facts_of, require_agreement, require_success
 from lightning_mgwfbp.engine.averaged_step import AveragedStep
@@ -33,7 +30,6 @@ from lightning_mgwfbp.exchange.exchangers import Exchanger
 from lightning_mgwfbp.exchange.methods import make_exchanger
 from lightning_mgwfbp.exchange.roll_call import RollCall
 from lightning_mgwfbp.exchange.transport import Transport
-from lightning_mgwfbp.measure.module_hooks import ModuleHook
 from lightning_mgwfbp.plan import MergePlan
 
 
@@ -267,33 +263,3 @@ class Session:
             "compressor": repr(self._settings.compressor),
             "ranks": str(self._transport.world_size),
         }
-
-
-def hook_forward(module: nn.Module, session: Session) -> list[RemovableHandle]:
-    """Tell `session` of each call of `module`, where nobody else does.
-
-    As under DistributedDataParallel, a call that records a graph, outside of `no_sync`, says that
-    the next backward is training's own.
-    """
-    # with the exception that is being handled around the call, and is not the call's own
-    around: list[tuple[AbstractContextManager[None], BaseException | None]] = []
-
-    def begin() -> None:
-        session.warmup.forward_begins()
-        around.append((session.forward(), sys.exc_info()[1]))
-        around[-1][0].__enter__()
-
-    def end() -> None:
-        if not around:  # the call failed before it began
-            return
-        forward, handled = around.pop()
-        kind, error, trace = sys.exc_info()
-        forward.__exit__(*((None, None, None) if error is handled else (kind, error, trace)))
-        if torch.is_grad_enabled() and session.reducer.syncing:
-            session.reducer.arm()
-            session.warmup.backward_begins()
-
-    return [
-        module.register_forward_pre_hook(ModuleHook(begin)),
-        module.register_forward_hook(ModuleHook(end), always_call=True),
-    ]

@@ -152,7 +152,6 @@ class WarmUp:
         self._reducer.on_ready = self._profiler.mark
         if self._forward is not None:
             self._forward.forget()
-            self._forward.attach()
         self._seen = 0
 
     def stop(self) -> None:
@@ -160,7 +159,7 @@ class WarmUp:
         if self._profiler is not None:
             self._profiler = self._reducer.on_ready = None
             if self._forward is not None:
-                self._forward.detach()
+                self._forward.drop()
 
     def forward_begins(self) -> None:
         if self._profiler is not None and self._forward is not None:

@@ -1,4 +1,11 @@
-"""`ModuleHook`: a hook on a module that stays behind where the module is copied or pickled."""
+"""Hooks on modules that are scripted, traced, exported, copied and pickled while they train.
+
+[Note: forward hooks] None lies on a module: TorchScript would compile it. Calls are seen by global
+hooks of torch's, which are on only while something is to be told: each call of any module costs 2
+to 4 us more then, torch warns of them at each call of a torch.compile(module), and
+torch.export.export(strict=True) does not work. Compiled code is bound to the hooks that were on
+when it was compiled, so from then on there are none (`Compiling`).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch._dynamo.callback import callback_handler
 
 
 class ModuleHook:
-    """Calls `what()`, whatever the hook is given.
+    """Calls `what()`, whatever the hook is given; for state dicts, whose hooks TorchScript ignores.
 
     Users copy and pickle modules in the middle of training (averaged weights, snapshots), and their
     hooks with them. A copy of this one does nothing: what it calls belongs to the original. Neither
@@ -29,3 +38,23 @@ class ModuleHook:
 
 def _nothing() -> None:
     return
+
+
+class Compiling:
+    """Calls `what()` just before torch.compile compiles anything, until it is closed."""
+
+    def __init__(self, what: Callable[[], None]) -> None:
+        self._what = what
+        callback_handler.register_start_callback(self._begins)
+
+    def close(self) -> None:
+        if self._begins in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(self._begins)
+
+    def _begins(self, *_: Any) -> None:
+        self._what()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is compiled, by `module.compile()` or `torch.compile`."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
