@@ -133,6 +133,16 @@ def test_memory_is_taken_anew_only_where_it_is_held() -> None:
     assert kept is not None
 
 
+def test_an_array_alone_holds_it() -> None:
+    """NumPy sees the next step's numbers."""
+    step = Step(torch.empty(4))
+    gradients, values = step.gradients()
+    array = gradients[0].numpy()
+    del gradients
+    step.gradients()
+    assert array.tolist() == values[0].tolist()
+
+
 def test_it_cannot_grow() -> None:
     """torch says so; a storage that grew would lie where nobody looks."""
     (first, _), _ = Step(torch.empty(4)).gradients()
