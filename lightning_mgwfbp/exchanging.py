@@ -36,7 +36,7 @@ from lightning_mgwfbp.fit_session import open_session
 from lightning_mgwfbp.joined_ranks import JoinedRanks, JoinOptions
 from lightning_mgwfbp.kept_state import KeptState, load_everywhere
 from lightning_mgwfbp.preemption import Preemption
-from lightning_mgwfbp.trainer_facts import model_facts
+from lightning_mgwfbp.trainer_facts import model_facts, require_exchangeable_model
 from lightning_mgwfbp.uneven_inputs import UnevenInputs, require_joinable
 
 
@@ -84,9 +84,11 @@ class ExchangingStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         facts = {**version_facts(), **self._options.facts(), **self._join.facts()}
-        facts |= model_facts(module, with_buffers=self._join.exchanges_buffers)
+        with_buffers = self._join.exchanges_buffers
+        facts |= model_facts(module, with_buffers=with_buffers)
         # over Lightning's own group: who disagrees on the transport opens another one, or none
         require_agreement(TorchTransport.world(), facts)
+        require_exchangeable_model(module, with_buffers=with_buffers)
         self._joined = JoinedRanks(module, self._join)
 
     @override

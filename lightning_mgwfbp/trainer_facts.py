@@ -7,8 +7,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
 
-from lightning_mgwfbp.engine.agreement import facts_of, optimizer_facts, parameter_facts
+from lightning_mgwfbp.engine.agreement import (
+    facts_of,
+    optimizer_facts,
+    parameter_facts,
+    require_exchangeable,
+    why_not_exchangeable,
+)
+from lightning_mgwfbp.exchange.broadcast import stored_once
 from lightning_mgwfbp.module_state import (
     exchanged_parameters,
     named_exchanged_buffers,
@@ -50,8 +58,27 @@ def model_facts(module: pl.LightningModule, *, with_buffers: bool) -> dict[str, 
         buffers = named_exchanged_buffers(module)
         facts["the number of buffers"] = str(len(buffers))
         for name, buffer in buffers:
-            facts[f"buffer {name!r}"] = f"shape {tuple(buffer.shape)}, {buffer.dtype}"
+            described = why_not_exchangeable(buffer) or _shape(buffer)
+            facts[f"buffer {name!r}"] = f"{described}, {buffer.dtype}"
     return facts
+
+
+def _shape(buffer: Tensor) -> str:
+    stored = stored_once(buffer)
+    is_whole = stored.numel() == buffer.numel()
+    expanded = "" if is_whole else f" expanded from {tuple(stored.shape)}"
+    return f"shape {tuple(buffer.shape)}{expanded}"
+
+
+def require_exchangeable_model(module: pl.LightningModule, *, with_buffers: bool) -> None:
+    """Refuse parameters and buffers that ranks cannot send each other, when `model_facts` agree.
+
+    Raises:
+        ValueError: on every rank alike, naming the first one and the way out.
+    """
+    require_exchangeable("Parameter", exchanged_parameters(module))
+    if with_buffers:
+        require_exchangeable("Buffer", named_exchanged_buffers(module))
 
 
 def training_facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:

@@ -77,4 +77,4 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
-    return real.detach().resolve_neg().reshape(-1).view(torch.uint8)
+    return real.detach().resolve_neg().reshape(-1).contiguous().view(torch.uint8)

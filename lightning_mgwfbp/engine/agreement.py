@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_mgwfbp.engine.errors import exchange_errors
@@ -83,6 +85,37 @@ def require_success(transport: Transport, error: Exception | None) -> None:
         raise ValueError(f"{where}{text}") from error
 
 
+def why_not_exchangeable(tensor: Tensor) -> str | None:
+    """Say why ranks cannot send each other `tensor`; None: they can."""
+    if is_lazy(tensor):
+        return "not initialized"
+    return None if tensor.layout is torch.strided else f"of layout {tensor.layout}"
+
+
+def require_exchangeable(kind: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse what ranks cannot send each other, after `require_agreement`: so all ranks do.
+
+    Args:
+        kind: "Parameter" or "Buffer".
+        named: those on which the ranks agree.
+
+    Raises:
+        ValueError: naming the first one, why, and the way out.
+    """
+    for name, tensor in named:
+        why = why_not_exchangeable(tensor)
+        if why is None:
+            continue
+        if is_lazy(tensor):
+            way_out = "Run a batch through the model before training, which gives it its shape."
+        else:
+            way_out = (
+                "Keep it dense (`.to_dense()`), or have each rank keep its own: list its name in"
+                " the model's `_ddp_params_and_buffers_to_ignore`."
+            )
+        raise ValueError(f"{kind} {name!r} is {why}, and cannot be exchanged. {way_out}")
+
+
 def facts_of(name: str, value: object) -> Iterator[tuple[str, str]]:
     """Take `value` apart into facts that are the same on all ranks where their values are.
 
@@ -137,12 +170,14 @@ def version_facts() -> dict[str, str]:
 
 
 def parameter_facts(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> dict[str, str]:
-    """Describe parameters: order, shape, strides, dtype, kind of device, whether frozen."""
+    """Describe parameters: order, shape, strides, dtype, kind of device, whether frozen; of those
+    that `require_exchangeable` will refuse, why."""
     facts = {"the number of parameters": str(len(named_parameters))}
     for index, (name, p) in enumerate(named_parameters):
+        described = why_not_exchangeable(p) or f"shape {tuple(p.shape)}, strides {p.stride()}"
         facts[f"parameter {name!r}"] = (
-            f"number {index}, shape {tuple(p.shape)}, strides {p.stride()}, {p.dtype},"
-            f" on {p.device.type}, requires_grad={p.requires_grad}"
+            f"number {index}, {described}, {p.dtype}, on {p.device.type},"
+            f" requires_grad={p.requires_grad}"
         )
     return facts
 

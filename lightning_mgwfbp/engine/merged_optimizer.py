@@ -20,6 +20,7 @@ from lightning_mgwfbp.engine.agreement import (
     optimizer_facts,
     parameter_facts,
     require_agreement,
+    require_exchangeable,
     version_facts,
 )
 from lightning_mgwfbp.engine.averaged_step import Closure
@@ -184,6 +185,7 @@ class MergedOptimizer(Optimizer):
             facts = {**version_facts(), **options.facts(), "grad_scaler": repr(scale is not None)}
             facts |= {**parameter_facts(named), **optimizer_facts([optimizer], named)}
             require_agreement(transport, facts)
+            require_exchangeable("Parameter", named)
             self._session = Session(
                 "",
                 Structure(partial(_current, named, module, optimizer), lambda: [optimizer]),

@@ -27,7 +27,7 @@ def broadcast_tensors(
 ) -> None:
     """Overwrite `tensors`, of the same shapes and dtypes on all ranks, with rank `root`'s."""
     # detached: in-place writes to a Parameter itself would need no_grad and could lose its hooks
-    for message in _messages(t.detach() for t in tensors if t.numel()):
+    for message in _messages(stored_once(t.detach()) for t in tensors if t.numel()):
         device = message[0].device
         if transport.rank == root or not push_pull:
             data = torch.cat([_as_bytes(t) for t in message])
@@ -40,6 +40,14 @@ def broadcast_tensors(
         if transport.rank != root:
             for tensor, part in zip(message, data.split([t.nbytes for t in message]), strict=True):
                 tensor.copy_(_from_bytes(part, tensor))
+
+
+def stored_once(tensor: Tensor) -> Tensor:
+    """View each element of an expanded tensor's memory once; dimensions of stride 0 are gone."""
+    for dim in reversed(range(tensor.dim())):
+        if tensor.stride(dim) == 0 and tensor.shape[dim]:
+            tensor = tensor.select(dim, 0)
+    return tensor
 
 
 def broadcast_parameters(

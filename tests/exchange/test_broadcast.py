@@ -33,6 +33,9 @@ def everything(seed: int) -> list[Tensor]:
         torch.cat([payload, torch.tensor([-0.0 if seed else 0.0, torch.inf])]),
         torch.full((3,), seed, dtype=torch.uint8),
         torch.tensor(seed, dtype=torch.int16),
+        torch.randn(2, 1, 3, generator=generator).expand(2, 4, 3),
+        torch.randn(1, generator=generator).expand(3),
+        torch.randn(1, dtype=torch.complex64, generator=generator).expand(3),
     ]
 
 
