@@ -41,9 +41,8 @@ class Reducer:
         named_parameters: all parameters of the model, trainable or not, the same on all ranks.
         exchanger: averages buckets.
         static_graph: the caller's promise that every backward uses the same parameters equally
-            often on all ranks; spares a look at the last bucket's tail (on GPUs: a wait), but
-            not with a `watch`, which needs ranks in step.
-        watch: compares the ranks' weights, where they are known to be in step.
+            often on all ranks; spares a look at the last bucket's tail (on GPUs: a wait).
+        watch: compares the ranks' weights.
 
     Attributes:
         exchanger: the one given.
@@ -105,11 +104,6 @@ class Reducer:
     def overlaps(self) -> bool:
         """Whether there is a plan by which exchanges begin during backward."""
         return self._overlap
-
-    @property
-    def compares_weights(self) -> bool:
-        """Whether the ranks compare weights when they have synchronised."""
-        return self._watch is not None and self._watch.is_due(self.steps)
 
     @property
     def syncing(self) -> bool:
@@ -185,8 +179,15 @@ class Reducer:
             return
         self.launch()
         self.complete()
-        if self.compares_weights:
-            assert self._watch is not None
+        self.compare_weights()
+
+    def compare_weights(self) -> None:
+        """Say how weights differ, if a completed exchange has shown that they do. Collective then.
+
+        Raises:
+            RuntimeError: by more than rounding, or at all, as `DivergenceWatch` was told.
+        """
+        if self._watch is not None:
             self._watch.compare(self.steps)
 
     @torch.no_grad()
@@ -198,6 +199,8 @@ class Reducer:
                 self.exchanger.prepare(self._new_gradients())
             while self._round.launched <= self._round.last:
                 self._launch_next()
+        if self._watch is not None:
+            self._watch.start(self.exchanges)
 
     @torch.no_grad()
     def finish_bucket(self, number: int) -> None:
@@ -209,7 +212,7 @@ class Reducer:
         """Whether some rank has gradients that no bucket carried; waits for the last bucket."""
         last = self._round.last
         self.finish_bucket(last)
-        if self._static_graph and self._watch is None:
+        if self._static_graph:
             return False
         noticed = self.layout.buckets[last].noticed()
         if noticed is None:
@@ -235,6 +238,8 @@ class Reducer:
             self._adapt(amendment)
         self._reset()
         self.exchanges += 1
+        if self._watch is not None:
+            self._watch.finish()
 
     def close(self) -> None:
         """Remove all hooks, and wait for what is still on its way."""

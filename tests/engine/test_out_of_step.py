@@ -17,6 +17,8 @@ from lightning_mgwfbp.exchange.transport import LoopbackTransport
 def train(transport: LoopbackTransport, strays: tuple[int, ...], dtype: torch.dtype) -> int:
     """Steps of which each has an exchange, and the fourth another one on ranks in `strays`."""
     model = nn.Linear(3, 1, dtype=dtype)
+    nn.init.ones_(model.weight)  # threads draw in any order
+    nn.init.ones_(model.bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     merged = MergedOptimizer(
         optimizer, model.named_parameters(), transport=transport, link=AlphaBeta(1e-3, 1e-9)
