@@ -24,8 +24,8 @@ class Part:
     def numbers(self) -> Tensor:
         """(end - begin,), where they lie, or a copy if the parameter is not contiguous."""
         tensor = self.parameter.detach()
-        if tensor.dim() == 0:
-            return tensor.reshape(1)
+        if tensor.is_contiguous():
+            return tensor.view(-1)[self.begin : self.end]
         # whole rows first, so that no more than those are copied
         row_numel = tensor.numel() // len(tensor)
         first = self.begin // row_numel
