@@ -54,8 +54,10 @@ class MGWFBPStrategy(ExchangingStrategy):
             PowerSGD or DDPCommHook.
         warmup_steps: optimizer steps to profile before the plan is made; the first is not counted.
         replan_every_n_steps: profile and plan anew after so many steps.
-        detect_divergence_every_n_steps: compare the bits of all ranks' weights after so many steps,
-            when the next exchange is complete, and end in an error that names what differs.
+        detect_divergence_every_n_steps: compare the bits of all weights over the ranks after every
+            so many steps, and end in an error that names what differs. None: compare a twentieth of
+            them every 50 steps, all within 1,000; last bits that differ are a warning then, more
+            is an error. (With a `ddp_comm_hook`, None compares nothing.)
         profile: a saved ModelProfile or its path, in the place of profiling.
         link: a saved AlphaBeta (seconds, seconds per byte) or its path, in the place of timing
             the network.

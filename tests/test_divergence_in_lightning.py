@@ -12,7 +12,8 @@ from torch import Tensor
 from training import Toy, ToyData, make_strategy, quiet_trainer, sparse
 
 from lightning_mgwfbp import TopK
-from lightning_mgwfbp.engine.divergence import DivergenceWatch
+from lightning_mgwfbp.exchange.torch_transport import TorchTransport
+from lightning_mgwfbp.exchange.transport import Pending
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +25,15 @@ class Spoil(pl.Callback):
         if trainer.global_rank == 1 and trainer.global_step == 3:
             bias = pl_module.head.bias.data
             bias[0] = torch.nextafter(bias[0], torch.tensor(9.0))
+
+
+class Drift(pl.Callback):
+    """Changes all weights of rank 0 by a little, once."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_rank == 0 and trainer.global_step == 60:
+            for p in pl_module.parameters():
+                p.data += 0.01
 
 
 class LeaveOut(pl.Callback):
@@ -53,7 +63,10 @@ class FrozenInPart(Toy):
         self.stem.requires_grad_(False)
 
 
+DEFAULT = {"detect_divergence_every_n_steps": None}
 RUNS: dict[str, dict[str, Any]] = {
+    "default": {"callbacks": [Drift()], "strategy": DEFAULT, "max_steps": 120},
+    "default alone": {"strategy": DEFAULT, "max_steps": 60},
     "spoiled": {"callbacks": [Spoil()]},
     "deferred": {"callbacks": [Spoil()], "strategy": {"schedule": "cross_iteration"}},
     "skipped": {"callbacks": [LeaveOut()]},
@@ -73,24 +86,24 @@ def _fit(rank: int, names: list[str]) -> list[tuple[str, int]]:
 def _fit_one(run: dict[str, Any]) -> tuple[str, int]:
     pl.seed_everything(7, verbose=False)
     options = dict(run)
-    given = {"warmup_steps": 2, **options.pop("strategy", {})}
-    strategy = make_strategy("mgwfbp", detect_divergence_every_n_steps=2, **given)
+    given = {"warmup_steps": 2, "detect_divergence_every_n_steps": 2, **options.pop("strategy", {})}
+    strategy = make_strategy("mgwfbp", **given)
     module = options.pop("module", Toy)()
     compared = 0
-    compare = DivergenceWatch.compare
+    start = TorchTransport.all_reduce
 
-    def counting(watch: DivergenceWatch, steps: int) -> None:
+    def counting(transport: TorchTransport, buffer: Tensor, *, key: str) -> Pending:
         nonlocal compared
-        compared += 1
-        compare(watch, steps)
+        compared += key == "weights"
+        return start(transport, buffer, key=key)
 
-    DivergenceWatch.compare = counting  # type: ignore[method-assign]
+    TorchTransport.all_reduce = counting  # type: ignore[method-assign]
     try:
-        quiet_trainer(strategy=strategy, max_steps=6, **options).fit(module, ToyData())
+        quiet_trainer(**{"strategy": strategy, "max_steps": 6, **options}).fit(module, ToyData())
     except RuntimeError as error:
         return str(error), compared
     finally:
-        DivergenceWatch.compare = compare  # type: ignore[method-assign]
+        TorchTransport.all_reduce = start  # type: ignore[method-assign]
     return "", compared
 
 
@@ -112,10 +125,22 @@ def test_a_step_left_out() -> None:
     """Ranks compare weights of different steps, or wait for one that is elsewhere."""
     for ((said, compared),) in train_ranks(_fit, ["left out"]):
         assert said.startswith("The ranks are out of step")
-        assert compared == 1
+        assert compared == 2
 
 
 def test_no_false_alarm() -> None:
     """Frozen parameters, windows, compressors or deferred steps count as differences."""
     runs = ["frozen", "accumulated", "topk", "deferred alone"]
     assert train_ranks(_fit, runs) == [[("", 3)] * 4] * 2
+
+
+def test_drift_is_seen_by_default() -> None:
+    """Weights that a callback has changed on rank 0 are trained on with, or hang one of the ranks;
+    or they are compared more often than they need be."""
+    first, second = train_ranks(_fit, ["default", "default alone"])
+    assert first == second
+    (said, compared), alone = first
+    assert said.startswith("The ranks' weights differ after 100 steps: 'stem.weight'[")
+    assert "; 6 of 6 parameters differ" in said
+    assert compared == 3
+    assert alone == ("", 2)

@@ -45,8 +45,8 @@ class DeferredStep:
 
     Whole are: the first, which makes the optimizer's state; those before there is a plan, or under
     `no_sync`; those whose averages are in `.grad` already or cannot be in buckets, being sparse;
-    those at which the ranks compare weights, since only here do all come by; and all where somebody
-    has hooks on them, or where compiled or scripted code must find them complete.
+    and all where somebody has hooks on them, or where compiled or scripted code must find them
+    complete.
 
     Args:
         optimizer: whose step it is.
@@ -85,6 +85,7 @@ class DeferredStep:
                 " have changed. Give `module=...` the one whose call computes the loss, or call"
                 " flush() before you use its weights without calling it."
             )
+        self._reducer.compare_weights()  # here all ranks come by, wherever they have completed
         if self._is_averaged() or self._must_be_whole():
             self.average_if_due()
             self._optimizer.step()
@@ -115,7 +116,6 @@ class DeferredStep:
             or not self._reducer.syncing
             or not self._reducer.overlaps
             or bool(self._reducer.rowwise)
-            or self._reducer.compares_weights
             or self._cross_iteration.has_unseen_code
             or is_step_watched(self._optimizer)
         )

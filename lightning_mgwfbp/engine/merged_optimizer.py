@@ -119,8 +119,9 @@ class MergedOptimizer(Optimizer):
         transport: carries the gradients; by default torch.distributed over all ranks.
         warmup_steps: steps to profile.
         replan_every_n_steps: profile and plan anew after so many steps.
-        detect_divergence_every_n_steps: compare the bits of all ranks' weights after so many steps,
-            when the next exchange is complete.
+        detect_divergence_every_n_steps: compare the bits of all weights over the ranks after every
+            so many steps; a difference is an error. None: compare a twentieth of them every 50
+            steps; last bits that differ are a warning then. (With DDPCommHook: nothing.)
         profile, link: what was measured before; with both only a compressor is timed.
         static_graph: a promise that every backward uses the same parameters on all ranks.
         grad_scaler: the one you scale losses with: what a compressor leaves behind must not be

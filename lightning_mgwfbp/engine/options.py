@@ -42,7 +42,8 @@ class Options:
         compressor: a name, a Compressor, PowerSGD, DDPCommHook or None.
         warmup_steps: optimizer steps to profile.
         replan_every_n_steps: profile and plan anew after so many steps, or None.
-        detect_divergence_every_n_steps: compare the ranks' weights after so many steps, or None.
+        detect_divergence_every_n_steps: compare all weights of the ranks after so many steps; None:
+            a slice of them at times, see `engine.divergence.DEFAULT_CHECKS`.
         profile, link: a record that was measured before, or its path.
         static_graph: see `Reducer`.
         schedule: what communication hides behind: "backward" alone, or "cross_iteration": the next

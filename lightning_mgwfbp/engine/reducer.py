@@ -52,9 +52,8 @@ class Reducer:
             optimizers that step them.
         exchanger: averages buckets.
         static_graph: the caller's promise that every backward uses the same parameters equally
-            often on all ranks; spares a look at the last bucket's tail (on GPUs: a wait), but
-            not with a `watch`, which needs ranks in step.
-        watch: compares the ranks' weights, where they are known to be in step.
+            often on all ranks; spares a look at the last bucket's tail (on GPUs: a wait).
+        watch: compares the ranks' weights.
         is_always_armed: every backward outside of `no_sync` is training's own.
 
     Attributes:
@@ -118,11 +117,6 @@ class Reducer:
     def overlaps(self) -> bool:
         """Whether there is a plan by which exchanges begin during backward."""
         return self._overlap
-
-    @property
-    def compares_weights(self) -> bool:
-        """Whether the ranks compare weights when they have synchronised."""
-        return self._watch is not None and self._watch.is_due(self.steps)
 
     @property
     def syncing(self) -> bool:
@@ -228,8 +222,15 @@ class Reducer:
             return
         self.launch()
         self.complete()
-        if self.compares_weights:
-            assert self._watch is not None
+        self.compare_weights()
+
+    def compare_weights(self) -> None:
+        """Say how weights differ, if a completed exchange has shown that they do. Collective then.
+
+        Raises:
+            RuntimeError: by more than rounding, or at all, as `DivergenceWatch` was told.
+        """
+        if self._watch is not None:
             self._watch.compare(self.steps)
 
     @torch.no_grad()
@@ -246,6 +247,8 @@ class Reducer:
                 self.exchanger.prepare(self._new_gradients())
             while self._round.launched <= self._round.last:
                 self._launch_next()
+        if self._watch is not None:
+            self._watch.start(self.exchanges)
 
     @torch.no_grad()
     def finish_bucket(self, number: int) -> None:
@@ -258,7 +261,7 @@ class Reducer:
         last = self._round.last
         with self._exposed.counted():
             self._round.wait_for(last)
-        if self._static_graph and self._watch is None:
+        if self._static_graph:
             return False
         noticed = self.layout.buckets[last].noticed()
         if noticed is None:
@@ -288,6 +291,8 @@ class Reducer:
                 self._ledger.add(self._names.index(name), average)
         self._reset()
         self.exchanges += 1
+        if self._watch is not None:
+            self._watch.finish()
 
     def discard(self) -> None:
         """Undo what the exchanges since the last step have left behind: their averages are not

@@ -16,7 +16,7 @@ from lightning_mgwfbp.engine.backward_calls import BackwardCalls
 from lightning_mgwfbp.engine.checkpoint import WHERE, ExchangeState, SavedState
 from lightning_mgwfbp.engine.cross_iteration import CrossIteration
 from lightning_mgwfbp.engine.deferred_step import DeferredStep, why_not_deferred
-from lightning_mgwfbp.engine.divergence import DivergenceWatch
+from lightning_mgwfbp.engine.divergence import DEFAULT_CHECKS, Checks, DivergenceWatch
 from lightning_mgwfbp.engine.grouped_step import GroupedStep
 from lightning_mgwfbp.engine.membership import require_unexchanged
 from lightning_mgwfbp.engine.options import Settings, require_no_momentum
@@ -24,6 +24,7 @@ from lightning_mgwfbp.engine.reducer import Reducer
 from lightning_mgwfbp.engine.steps_in_backward import StepsInBackward
 from lightning_mgwfbp.engine.structure import Named, Structure
 from lightning_mgwfbp.engine.warmup import WarmUp
+from lightning_mgwfbp.exchange.comm_hook import DDPCommHook
 from lightning_mgwfbp.exchange.compressors import Cast, as_written
 from lightning_mgwfbp.exchange.decoupled import DecoupledExchanger
 from lightning_mgwfbp.exchange.exchangers import Exchanger
@@ -86,13 +87,17 @@ class Session:
         self._settings = settings
         self._transport = transport
         every = settings.detect_divergence_every_n_steps
-        watch = None if every is None else DivergenceWatch(named, transport, every)
+        checks = DEFAULT_CHECKS if every is None else Checks(every)
+        # a hook may let ranks drift apart on purpose: torch's noop_hook, its post_localSGD_hook
+        is_free = every is None and isinstance(method, DDPCommHook)
+        is_watched = transport.world_size > 1 and not is_free
+        self._watch = DivergenceWatch(named, transport, checks) if is_watched else None
         try:
             self.reducer = Reducer(
                 structure,
                 exchanger,
                 static_graph=settings.static_graph,
-                watch=watch,
+                watch=self._watch,
                 is_always_armed=is_always_armed,
             )
         except ValueError:
@@ -254,6 +259,8 @@ class Session:
     def _go_on_with(self, named: Named) -> None:
         """The model has other parameters than before."""
         self.warmup.set_parameters(named)
+        if self._watch is not None:
+            self._watch.set_parameters(named)
         if self._cross_iteration is not None:
             self._cross_iteration.set_parameters(p for _, p in named)
 

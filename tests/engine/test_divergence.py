@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from engine_examples import Layers, backward, data_of
 from horovod_ranks import on_horovod_ranks
-from loopback import on_ranks
+from loopback import on_ranks, record_keys, recorded
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from lightning_mgwfbp import AlphaBeta, MergedOptimizer, PowerSGD, Quantize8, RandomK, TopK
-from lightning_mgwfbp.engine.divergence import DivergenceWatch, _ranks
+from lightning_mgwfbp.engine.cross_iteration import CrossIteration
+from lightning_mgwfbp.engine.divergence import Checks, DivergenceWatch
+from lightning_mgwfbp.engine.weight_differences import _ranks
 from lightning_mgwfbp.exchange.torch_transport import TorchTransport
 from lightning_mgwfbp.exchange.transport import LoopbackTransport, Transport
 
@@ -42,8 +43,16 @@ def said(transport: Transport, rank: int, spoil: Spoil, world_size: int = 2) -> 
     named = weights()
     if transport.rank == rank:
         spoil([p.data for _, p in named])
+    return compared(named, transport)
+
+
+def compared(named: list[tuple[str, nn.Parameter]], transport: Transport) -> str:
+    """What is said of weights that must be equal bit for bit."""
+    watch = DivergenceWatch(named, transport, Checks(1))
+    watch.start(0)
+    watch.finish()
     try:
-        DivergenceWatch(named, transport, 1).compare(0)
+        watch.compare(0)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -129,9 +138,7 @@ def test_every_rank_on_its_own() -> None:
 
     def differ(transport: LoopbackTransport) -> str:
         named = [("w", nn.Parameter(torch.tensor(float(transport.rank))))]
-        with pytest.raises(RuntimeError, match="differ after 0 steps") as error:
-            DivergenceWatch(named, transport, 1).compare(0)
-        return str(error.value)
+        return compared(named, transport)
 
     texts = on_ranks(differ, world_size=6)
     assert len(set(texts)) == 1
@@ -140,40 +147,37 @@ def test_every_rank_on_its_own() -> None:
     assert _ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
 
 
-def test_when_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exchanges are counted, or steps that had none: ranks do not agree on their number."""
-    compared: list[int] = []
-    monkeypatch.setattr(DivergenceWatch, "compare", lambda _, steps: compared.append(steps))
-    model = Layers()
-    merged = merged_of(model, LoopbackTransport.solo(), detect_divergence_every_n_steps=2)
-    for step, exchanges in enumerate([1, 1, 0, 3, 2, 1]):
-        for number in range(exchanges):
-            backward(model, data_of(step, number))
-            merged.synchronize()
-        with nullcontext() if exchanges else merged.no_sync():
+def test_when_it_is_due() -> None:
+    """Weights are compared before all buckets are on their way, too seldom, or by one rank."""
+
+    def keys(transport: LoopbackTransport) -> list[str]:
+        sent = record_keys(transport)
+        model = Layers()
+        merged = merged_of(model, transport, detect_divergence_every_n_steps=2)
+        for step in range(5):
+            backward(model, data_of(step))
             merged.step()
-    assert compared == [0, 2, 2, 2, 4]
+        merged.close()
+        return [key for key in sent if key.startswith(("bucket", "weights"))]
+
+    for sent in on_ranks(keys):
+        exchanges = " ".join(sent).replace("bucket 0", "\n").split("\n")[1:]
+        assert [each.endswith(" weights ") for each in exchanges[:-1]] == [True, False] * 2
+        assert sent[-1] == "weights"
+        assert sent.count("weights") == 3
+    assert "weights" not in on_ranks(keys, world_size=1)[0]
 
 
 def test_little_travels_while_all_is_well() -> None:
-    """Parameters, or a number for each of them, travel at every comparison."""
+    """Parameters, a number for each of them, or anything that blocks, travels each time."""
 
     def sizes(transport: LoopbackTransport) -> list[Any]:
-        sent: list[Any] = []
-        gather = transport.all_gather_object
-
-        def recording(value: Any, *, key: str) -> Any:
-            sent.append(value)
-            return gather(value, key=key)
-
-        transport.all_gather_object = recording  # type: ignore[method-assign]
-        DivergenceWatch(weights(), transport, 1).compare(0)
+        sent = recorded(transport)
+        transport.all_gather_object = None  # type: ignore[assignment, method-assign]
+        assert compared(weights(), transport) == ""
         return sent
 
-    for sent in on_ranks(sizes):
-        (number,) = sent
-        assert isinstance(number, int)
-        assert -(2**63) <= number < 2**63
+    assert on_ranks(sizes) == [[("all_reduce", "weights", 256)]] * 2
 
 
 def merged_of(model: nn.Module, transport: Transport, **options: Any) -> MergedOptimizer:
@@ -265,8 +269,15 @@ def test_over_horovod() -> None:
     assert WITH_WORDS.search(first)
 
 
-def test_a_deferred_step_is_completed_first() -> None:
-    """Weights are compared while their update is pending, and a spoiled one passes for it."""
+@pytest.mark.parametrize("looks_on", [(), (0,), (0, 1)], ids=str)
+def test_deferred_steps_stay_deferred(
+    looks_on: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are compared while an update is pending, a step is taken whole for it, or the ranks
+    wait for each other where one looked at its weights earlier, in a state_dict()."""
+    deferred: list[None] = []
+    defer = CrossIteration.defer
+    monkeypatch.setattr(CrossIteration, "defer", lambda c: (deferred.append(None), defer(c))[1])
 
     def train_deferred(transport: LoopbackTransport, spoils: bool) -> str:
         model = Layers()
@@ -279,6 +290,8 @@ def test_a_deferred_step_is_completed_first() -> None:
                     merged.flush()
                     model.layers[2].bias.data[0] += 1
                 merged.step()
+                if transport.rank in looks_on:
+                    model.state_dict()
         except RuntimeError as error:
             return str(error)
         finally:
@@ -286,6 +299,8 @@ def test_a_deferred_step_is_completed_first() -> None:
         return ""
 
     assert on_ranks(train_deferred, False) == ["", ""]
+    assert len(deferred) == 2 * (9 - 2)  # all but the warm-up's
     first, second = on_ranks(train_deferred, True)
     assert first == second
-    assert "differ after 6 steps: 'layers.2.bias'[0] is " in first
+    # the sixth exchange has shown it, the step after that says so
+    assert "differ after 7 steps: 'layers.2.bias'[0] is " in first

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_mgwfbp.engine.fingerprint import _BLOCK_NUMEL, fingerprint
+from lightning_mgwfbp.engine.fingerprint import (
+    _BLOCK_NUMEL,
+    _SMALL_NUMEL,
+    fingerprint,
+    fingerprint_of_all,
+)
 
 DTYPES = [
     torch.float16,
@@ -115,3 +120,20 @@ def test_a_parameter_stays_as_it_is() -> None:
     assert not fingerprint(weight).requires_grad
     assert torch.equal(weight, torch.ones(3))
     assert weight.grad is None
+
+
+def test_any_of_several_tensors() -> None:
+    """One of many tensors does not count, being small, large, or of a dtype of its own."""
+    tensors = [some(dtype, 2) for dtype in DTYPES for _ in range(2)]
+    tensors += [some(torch.float32, _SMALL_NUMEL + extra) for extra in (-1, 0, 1)]
+
+    def print_of(given: list[Tensor]) -> int:
+        return int(fingerprint_of_all(given, torch.device("cpu")))
+
+    prints = {print_of(tensors)}
+    assert prints == {print_of([t.clone() for t in tensors])}
+    for place, tensor in enumerate(tensors):
+        bit = 8 if tensor.dtype == torch.bool else 8 * tensor.nbytes - 1
+        flipped = with_bit_flipped(tensor, bit)
+        prints.add(print_of([*tensors[:place], flipped, *tensors[place + 1 :]]))
+    assert len(prints) == len(tensors) + 1
