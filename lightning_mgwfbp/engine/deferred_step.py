@@ -115,7 +115,7 @@ class DeferredStep:
             not self._has_stepped
             or not self._reducer.syncing
             or not self._reducer.overlaps
-            or bool(self._reducer.rowwise)
+            or bool(self._reducer.known.rowwise)
             or self._cross_iteration.has_unseen_code
             or is_step_watched(self._optimizer)
         )

@@ -29,14 +29,11 @@ from torch import Tensor
 
 from lightning_mgwfbp.engine.amendment import Amendment, amend
 from lightning_mgwfbp.engine.divergence import DivergenceWatch
+from lightning_mgwfbp.engine.exchanged_parameters import ExchangedParameters
 from lightning_mgwfbp.engine.exposed_time import ExposedTime
-from lightning_mgwfbp.engine.layout import Layout, adapted_plan, provisional_plan
-from lightning_mgwfbp.engine.ledger import GradientLedger
-from lightning_mgwfbp.engine.membership import Membership
-from lightning_mgwfbp.engine.readiness import Readiness
+from lightning_mgwfbp.engine.layout import Layout
 from lightning_mgwfbp.engine.round import Round
-from lightning_mgwfbp.engine.structure import Named, Structure
-from lightning_mgwfbp.exchange.broadcast import broadcast_tensors
+from lightning_mgwfbp.engine.structure import Structure
 from lightning_mgwfbp.exchange.exchangers import Exchanger
 from lightning_mgwfbp.plan import MergePlan
 
@@ -59,12 +56,10 @@ class Reducer:
     Attributes:
         is_always_armed: as it was given; it may be changed.
         exchanger: the one given.
-        layout: the buckets of the plan in force.
+        known: the parameters, and what is kept of each.
         exchanges: how many there have been.
         steps: how many an optimizer has taken, each after an exchange.
-        structure_version: how often parameters have joined, left or changed.
         on_ready: told the name of each parameter whose gradient training's own backward has made.
-        on_restructured: told all parameters where the model has others than before.
 
     Raises:
         ValueError: no parameter is trainable.
@@ -81,7 +76,6 @@ class Reducer:
     ) -> None:
         self._structure = structure
         self.exchanger = exchanger
-        self._transport = exchanger.transport
         self._static_graph = static_graph
         self._watch = watch
         self.is_always_armed = is_always_armed
@@ -92,26 +86,20 @@ class Reducer:
         self._has_launched = False  # an exchange, since the optimizer's last step
         self.exchanges = 0
         self.steps = 0
-        self.structure_version = 0
         self.on_ready: Callable[[str], None] | None = None
-        self.on_restructured: Callable[[Named], None] | None = None
-        trainable = self._take_parameters()
-        if not trainable:
-            raise ValueError(
-                "The model has no trainable parameter (requires_grad=True): nothing to exchange."
-                " Unfreeze a parameter, or train on one device without this strategy."
-            )
-        self._lay_out(provisional_plan(self._names, self._parameters, trainable), rowwise=())
+        self._exposed = ExposedTime()  # under the present plan
+        self.known = ExchangedParameters(structure, exchanger, self._on_gradient)
+        self._begin_anew()
+
+    @property
+    def layout(self) -> Layout:
+        """The buckets of the plan in force."""
+        return self.known.layout
 
     @property
     def plan(self) -> MergePlan:
         """The plan in force."""
         return self.layout.plan
-
-    @property
-    def rowwise(self) -> list[str]:
-        """Names of the parameters whose gradients are known to be sparse."""
-        return [self._names[i] for i in sorted(self.layout.rowwise)]
 
     @property
     def overlaps(self) -> bool:
@@ -127,26 +115,22 @@ class Reducer:
     def has_begun(self) -> bool:
         """Whether training's own backward has left gradients that all ranks exchange."""
         is_own = self._is_armed or self.is_always_armed
-        return self._running or (
-            is_own and any(map(self._ledger.is_new, self._membership.unseen()))
-        )
+        return self._running or (is_own and self._is_any_new(self.known.membership.unseen()))
 
     @property
     def unsynchronized(self) -> bool:
         """Whether a backward has left gradients on this rank that were not exchanged."""
-        suspects = (
-            range(len(self._parameters)) if self._has_accumulated else self._membership.unseen()
-        )
-        return self._running or any(map(self._ledger.is_new, suspects))
+        everyone, unseen = range(len(self.known.names)), self.known.membership.unseen()
+        return self._running or self._is_any_new(everyone if self._has_accumulated else unseen)
 
     @property
     def weight(self) -> float:
         """Of what this rank has in the average: 1 but where not all ranks contribute."""
-        return self._ledger.weight
+        return self.known.ledger.weight
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        self._ledger.weight = weight
+        self.known.ledger.weight = weight
 
     @property
     def exposed_seconds(self) -> float | None:
@@ -161,19 +145,18 @@ class Reducer:
         """
         assert not self._running, "a plan is installed between a step and the next backward"
         plan.check_names(self.plan.names)
-        self._lay_out(plan, self.layout.rowwise)
+        self._lay_out(plan, self.known.rowwise)
         self._overlap = not self.exchanger.needs_whole_gradient
 
     def expect_rowwise(self, names: Collection[str]) -> None:
         """Take the gradients of these parameters for sparse ones from the beginning."""
-        rowwise = [i for i, name in enumerate(self._names) if name in names]
-        self._lay_out(self.plan, rowwise)
+        self._lay_out(self.plan, names)
 
     def hold(self) -> None:
         """Exchange after backward from now on, until the next `install`; learn anew how often
         parameters fire."""
         self._overlap = False
-        self._readiness.forget()
+        self.known.readiness.forget()
 
     def stepped(self) -> None:
         """Take note that an optimizer has stepped, so that ranks out of step are seen."""
@@ -198,12 +181,12 @@ class Reducer:
     def armed(self) -> Iterator[None]:
         """Around training's own backward: [Note: own backward]."""
         if self._syncing:
-            self._ledger.set_averages_aside()
+            self.known.ledger.set_averages_aside()
         self._is_armed = True
         try:
             yield
         except BaseException:
-            self._ledger.put_back()
+            self.known.ledger.put_back()
             raise
         finally:
             self._is_armed = False
@@ -240,11 +223,11 @@ class Reducer:
             if not self._running:
                 self._begin()
             self._count(self._followed)
-            self._membership.hook_unfrozen()
-            self._round.has_more |= self._membership.changed()
+            self.known.membership.hook_unfrozen()
+            self._round.has_more |= self.known.membership.changed()
             self._take_what_no_bucket_has()
             if self.exchanger.needs_whole_gradient:
-                self.exchanger.prepare(self._new_gradients())
+                self.exchanger.prepare(self.known.new_gradients())
             while self._round.launched <= self._round.last:
                 self._launch_next()
         if self._watch is not None:
@@ -279,17 +262,17 @@ class Reducer:
         with self._exposed.counted():
             others = self._round.finish()
             amendment = self._amend() if noticed else None
-            kept = None if amendment is None else amendment.kept
-            self._ledger.add_back(lambda i: kept is None or self._names[i] in kept)
+            names, kept = self.known.names, None if amendment is None else amendment.kept
+            self.known.ledger.add_back(lambda i: kept is None or names[i] in kept)
             if amendment is not None:
                 others += amendment.averages.values()
             self.exchanger.conclude(others)
         self._exposed.exchange_ended()  # under the plan that was in force
         if amendment is not None:
-            self._adapt(amendment)
-            for name, average in amendment.averages.items():
-                self._ledger.add(self._names.index(name), average)
-        self._reset()
+            if self.known.adapt(amendment):
+                self._exposed = ExposedTime()
+            self.known.put_late(amendment.averages)
+        self._begin_anew()
         self.exchanges += 1
         if self._watch is not None:
             self._watch.finish()
@@ -301,35 +284,23 @@ class Reducer:
 
     def close(self) -> None:
         """Remove all hooks, and wait for what is still on its way."""
-        self._membership.close()
+        self.known.membership.close()
         self._round.abandon()
         self.exchanger.close()
 
-    def _take_parameters(self) -> set[str]:
-        """Take the parameters of the structure; return the names of those that are trainable."""
-        named = dict(self._structure.named)
-        self._names, self._parameters = tuple(named), tuple(named.values())
-        self._readiness = Readiness(len(named))
-        sets_aside = self.exchanger.keeps_residuals
-        self._ledger = GradientLedger(self._parameters, sets_aside=sets_aside)
-        self._membership = Membership(self._parameters, self._on_gradient)
-        return {name for name, p in named.items() if p.requires_grad}
-
-    def _lay_out(self, plan: MergePlan, rowwise: Collection[int]) -> None:
-        self.layout = Layout(
-            plan, self._names, self._parameters, self.exchanger.compresses, rowwise
-        )
-        self._membership.adopt(self.layout)
-        self.exchanger.adopt(self.layout.buckets, self.layout.pieces, self.layout.gather_order)
+    def _lay_out(self, plan: MergePlan, rowwise: Collection[str]) -> None:
+        self.known.lay_out(plan, rowwise)
         self._exposed = ExposedTime()
-        self._reset()
+        self._begin_anew()
 
-    def _reset(self) -> None:
-        self._readiness.end()
+    def _begin_anew(self) -> None:
+        """Be ready for the next exchange."""
+        known = self.known
+        known.readiness.end()
         self._round = Round(
-            self.layout,
-            self._ledger,
-            self._parameters,
+            known.layout,
+            known.ledger,
+            known.parameters,
             self.exchanger,
             static_graph=self._static_graph,
         )
@@ -340,6 +311,9 @@ class Reducer:
         self._has_changed = False  # the structure
         self._from_newcomers: dict[str, Tensor] = {}  # gradients, by name
 
+    def _is_any_new(self, parameters: Iterable[int]) -> bool:
+        return any(map(self.known.ledger.is_new, parameters))
+
     def _on_gradient(self, i: int, _: Tensor) -> None:
         with self._lock:
             self._has_accumulated = True
@@ -348,36 +322,30 @@ class Reducer:
             if not self._running:
                 self._begin()
             if self.on_ready is not None:
-                self.on_ready(self._names[i])
+                self.on_ready(self.known.names[i])
             ready, self._followed = self._followed, []
-            (self._followed if self._membership.is_followed(i) else ready).append(i)
+            (self._followed if self.known.membership.is_followed(i) else ready).append(i)
             if self._count(ready) and self._overlap:
                 self._launch_ready()
 
     def _count(self, parameters: Iterable[int]) -> bool:
         """Count gradients; return whether one of them completes its bucket."""
         bucket_of = self.layout.bucket_of
-        completed = [self._readiness.fire(i, bucket_of[i]) for i in parameters]
+        completed = [self.known.readiness.fire(i, bucket_of[i]) for i in parameters]
         return any(completed)
 
     def _begin(self) -> None:
         self._running = True
         self._has_changed = self._structure.has_changed()
         if self._has_changed:
-            misfits = self._structure.misfits()
             self._round.has_more = True
-            self._round.misfits = {i for i, name in enumerate(self._names) if name in misfits}
-        self._readiness.begin(
-            [
-                [i for i in members if self._parameters[i].requires_grad]
-                for members in self.layout.members
-            ]
-        )
+            self._round.misfits = self.known.misfits()
+        self.known.readiness.begin(self.known.expected())
 
     @torch.no_grad()
     def _launch_ready(self) -> None:
         round_ = self._round
-        while round_.launched < round_.last and self._readiness.is_complete(round_.launched):
+        while round_.launched < round_.last and self.known.readiness.is_complete(round_.launched):
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -385,15 +353,11 @@ class Reducer:
         self._round.launch_next(again=self._has_launched)
         self._has_launched |= is_last
 
-    def _new_gradients(self) -> list[Tensor]:
-        new = [p.grad for i, p in enumerate(self._parameters) if self._ledger.is_new(i)]
-        return [g for g in new if g is not None and not g.is_sparse]
-
     def _take_what_no_bucket_has(self) -> None:
         """Take gradients of parameters that are not planned, or that are new to the ranks."""
-        for i in self._membership.joining():
-            part, is_new = self._ledger.take(i)
-            if is_new and part is not None:
+        for i in self.known.membership.joining():
+            part = self.known.ledger.take_late(i)
+            if part is not None:
                 self._round.keep_late(i, part)
         for name, parameter in self._structure.newcomers() if self._has_changed else ():
             part, parameter.grad = parameter.grad, None
@@ -402,39 +366,13 @@ class Reducer:
 
     def _amend(self) -> Amendment:
         """Exchange what no bucket carried on some rank, and agree on who takes part."""
-        members = self._membership.staying() + self._membership.joining()
+        known = self.known
         return amend(
-            self._transport,
+            self.exchanger.transport,
             self._structure,
             self._has_changed,
-            self._from_newcomers | self._named(self._round.late),
-            self._named(self._ledger.asides()),
-            {self._names[i] for i in members},
-            self.rowwise,
+            self._from_newcomers | known.by_name(self._round.late),
+            known.by_name(known.ledger.asides()),
+            known.members,
+            known.rowwise,
         )
-
-    def _named(self, parts: dict[int, Tensor]) -> dict[str, Tensor]:
-        return {self._names[i]: part for i, part in parts.items()}
-
-    def _adapt(self, amendment: Amendment) -> None:
-        replaced = list(map(id, self._parameters)) != [id(p) for _, p in self._structure.named]
-        if replaced or amendment.changed:
-            self._restructure(amendment.changed)
-        joined_or_left = amendment.members != set(self.plan.names) or bool(amendment.changed)
-        self.structure_version += joined_or_left
-        rowwise = [i for i, name in enumerate(self._names) if name in amendment.rowwise]
-        if replaced or joined_or_left or set(rowwise) != self.layout.rowwise:
-            plan = adapted_plan(self.plan, self._names, self._parameters, amendment.members)
-            self._lay_out(plan, rowwise)
-
-    def _restructure(self, changed: Collection[str]) -> None:
-        """Go on with other parameters than before, of which all ranks get rank 0's values."""
-        self.exchanger.forget(changed)
-        self._membership.close()
-        weight = self.weight
-        self._take_parameters()
-        self.weight = weight
-        named = self._structure.named
-        broadcast_tensors([p for name, p in named if name in changed], 0, self._transport)
-        if self.on_restructured is not None:
-            self.on_restructured(named)

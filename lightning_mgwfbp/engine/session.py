@@ -118,7 +118,7 @@ class Session:
                 opened.callback(self._cross_iteration.close)
             self.warmup = WarmUp(model, named, transport, self.reducer, settings, module)
             opened.callback(self.warmup.stop)
-            self.reducer.on_restructured = self._go_on_with
+            self.reducer.known.on_replaced = self._go_on_with
             self._opened = opened.pop_all()
 
     @property
@@ -219,7 +219,7 @@ class Session:
         return ExchangeState(
             exchanger=self.reducer.exchanger.state_dict(),
             plan=self.plan,
-            rowwise=self.reducer.rowwise,
+            rowwise=self.reducer.known.rowwise,
             made_for=self._circumstances(),
         )
 

@@ -92,7 +92,7 @@ class WarmUp:
         self._link = settings.link
         self._cost: Cost | None = None
         self._profiler: BackwardProfiler | None = None
-        self._structure_version = reducer.structure_version
+        self._structure_version = reducer.known.version
         self._forward = None if module is None else ForwardProfiler(module, named_parameters)
         self._seen = 0  # steps since the warm-up, or the plan, began
 
@@ -147,7 +147,7 @@ class WarmUp:
         """Begin to watch, whatever was given or measured before."""
         self.stop()
         self._reducer.hold()
-        self._structure_version = self._reducer.structure_version
+        self._structure_version = self._reducer.known.version
         self._profiler = BackwardProfiler(self._sample)
         self._reducer.on_ready = self._profiler.mark
         if self._forward is not None:
@@ -204,7 +204,7 @@ class WarmUp:
             return False  # no planner to plan anew with: the reducer adapts the saved plan
         return (
             self._seen == self._settings.replan_every_n_steps
-            or self._reducer.structure_version != self._structure_version
+            or self._reducer.known.version != self._structure_version
         )
 
     def _tune(self, profile: ModelProfile, busy_fraction: float) -> Tuned:

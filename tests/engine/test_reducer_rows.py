@@ -103,7 +103,7 @@ def test_they_stay_sparse_and_only_rows_travel(method: str) -> None:
         transport.all_reduce = counting(transport.all_reduce)  # type: ignore[method-assign]
         transport.all_gather = counting(transport.all_gather)  # type: ignore[method-assign]
         training = Training(transport, method, sparse=True)
-        names, version = training.reducer.plan.names, training.reducer.structure_version
+        names, version = training.reducer.plan.names, training.reducer.known.version
         for seed in range(3):
             training.step([ALL, ALL], seed=seed)
             nbytes.append(0)
@@ -112,8 +112,8 @@ def test_they_stay_sparse_and_only_rows_travel(method: str) -> None:
                 assert p.grad.is_sparse == (name in EMBEDDINGS)
             training.model.zero_grad()
         assert training.reducer.plan.names == names
-        assert training.reducer.structure_version == version  # nobody joined or left
-        assert sorted(training.reducer.rowwise) == sorted(EMBEDDINGS)
+        assert training.reducer.known.version == version  # nobody joined or left
+        assert sorted(training.reducer.known.rowwise) == sorted(EMBEDDINGS)
         carried = training.reducer.layout.carried
         assert [carried[n].numel() for n in EMBEDDINGS] == [0, 0, 0]
         return nbytes
@@ -258,7 +258,7 @@ def test_a_resumed_run_knows_which_are_sparse() -> None:
                 training.model.zero_grad()
         states = transport.all_gather_object(first.reducer.exchanger.state_dict(), key="states")
         resumed = Training(transport, "topk", sparse=True)
-        resumed.reducer.expect_rowwise(first.reducer.rowwise)
+        resumed.reducer.expect_rowwise(first.reducer.known.rowwise)
         resumed.reducer.exchanger.load_state_dict(states)
         return straight.step([ALL, ALL], seed=3), resumed.step([ALL, ALL], seed=3)
 

@@ -38,7 +38,7 @@ def test_a_parameter_unfrozen_later_joins(ranks: tuple[int, ...]) -> None:
             ours.zero_grad()
             step(ours, reducer, rank, s)
             assert ("layers.0.bias" in reducer.plan.names) == (s >= 1)
-            assert reducer.structure_version == (s >= 1)
+            assert reducer.known.version == (s >= 1)
             seen.append(gradients(ours))
         assert [b - a for a, b in reducer.plan.groups] == [2, 2, 2]  # behind the planned groups
         return seen
@@ -86,7 +86,7 @@ def test_a_parameter_frozen_for_long_leaves_and_may_come_back() -> None:
         for s in range(105):
             ours.zero_grad()
             step(ours, reducer, rank, s)
-            versions.append(reducer.structure_version)
+            versions.append(reducer.known.version)
         assert sorted(set(versions)) == [0, 1]
         assert versions.index(1) == 100
         assert reducer.plan.names == plan_of(ours, 4).names
@@ -95,7 +95,7 @@ def test_a_parameter_frozen_for_long_leaves_and_may_come_back() -> None:
         for s in range(3):
             ours.zero_grad()
             step(ours, reducer, rank, s)
-        assert reducer.structure_version == 2
+        assert reducer.known.version == 2
         return gradients(ours)
 
     for seen in on_ranks(train):
@@ -113,7 +113,7 @@ def test_toggling_does_not_rebuild() -> None:
             model.layers[1].requires_grad_(s % 2 == 1)
             model.zero_grad()
             step(model, reducer, transport.rank, s)
-        assert reducer.structure_version == 0
+        assert reducer.known.version == 0
         assert reducer.plan.names == plan_of(Layers(), 6).names
 
     on_ranks(train)

@@ -85,7 +85,7 @@ def state_of(merged: MergedOptimizer) -> tuple[Any, ...]:
     return (
         merged.plan,
         merged.reducer.plan,
-        merged.reducer.rowwise,
+        merged.reducer.known.rowwise,
         exchanger.state_dict().get("step"),
     )
 
