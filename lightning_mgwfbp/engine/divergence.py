@@ -83,11 +83,11 @@ class DivergenceWatch:
     arrived. Only where a difference was seen is `compare` collective. It is called where all ranks
     come by in the same order, which `finish` need not be.
 
-    What `start` costs while all is well, on one core: 0.25 ns for each byte of the slice, some 4 us
-    for each parameter in it, and 100 us. With the default checks that is a mean of 30 us per step
-    for 100 MB of float32, on GPUs the launch of some ten kernels in fifty steps. After a difference
-    was seen in last bits, each later one costs a broadcast of the parts that differ, and a pass
-    over their parameters on rank 0.
+    A comparison costs one core 1 ns for each number of the slice, some 5 us for each parameter in
+    it, and 0.1 ms; on GPUs the launch of two kernels for each 2^17 numbers. By default that is a
+    mean of 30 us per step for 100 MB of float32, 8 us for 1,000 parameters of 64 numbers, and 2 us
+    for the smallest model. Once last bits differ, each comparison costs a broadcast of the parts
+    that do, and a pass over their parameters on rank 0.
 
     Args:
         named_parameters: to be equal on all ranks.

@@ -87,14 +87,17 @@ def _is_rounded(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def _largest(mine: Tensor, theirs: Tensor) -> float:
     """The largest |mine - theirs|; neither is empty."""
     if not _is_rounded(mine):
         return 0.0 if torch.equal(mine, theirs) else math.inf
-    wide = torch.promote_types(mine.dtype, torch.float64)
     largest = []
     for ours, others in zip(mine.split(_BLOCK_NUMEL), theirs.split(_BLOCK_NUMEL), strict=True):
-        a, b = ours.to(wide), others.to(wide)
+        a, b = _wide(ours), _wide(others)
         alike = (a == b) | (a.isnan() & b.isnan())  # infinities, too
         far = (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         largest.append(far.masked_fill(alike, 0.0).max())
@@ -102,16 +105,19 @@ def _largest(mine: Tensor, theirs: Tensor) -> float:
 
 
 def _root_mean_square(parameter: Tensor) -> float:
-    """Of the finite numbers among all of them."""
-    values = parameter.detach()
-    if not _is_rounded(values):
+    """Of the finite numbers among all of them; 1 for integers."""
+    if not _is_rounded(parameter):
         return 1.0
-    wide = torch.promote_types(values.dtype, torch.float64)
-    norm = float(torch.linalg.vector_norm(values, dtype=wide))
-    if not math.isfinite(norm):
-        values = values[values.isfinite()]
-        norm = float(torch.linalg.vector_norm(values, dtype=wide))
-    return norm / math.sqrt(max(values.numel(), 1))
+    squares, numel = 0.0, 0
+    for block in parameter.detach().reshape(-1).split(_BLOCK_NUMEL):
+        values = _wide(block)
+        norm = float(torch.linalg.vector_norm(values))
+        if not math.isfinite(norm):
+            values = values[values.isfinite()]
+            norm = float(torch.linalg.vector_norm(values))
+        squares += norm**2
+        numel += values.numel()
+    return math.sqrt(squares / max(numel, 1))
 
 
 def _values(values: Sequence[tuple[int, str]]) -> str:

@@ -120,6 +120,7 @@ ROUNDED = {
     "float64": (torch.float64, 1.0, 1.0 + 0.9e-3),
     "an ulp of bfloat16": (torch.bfloat16, 1.0, 1.0 + 2**-7),
     "five of float16": (torch.float16, 1.0, 1.0 + 5 * 2**-10),
+    "an ulp of float8": (torch.float8_e4m3fn, 1.0, 1.125),
     "complex": (torch.complex64, 1.0, 1.0 + 0.9e-3j),
     "near a NaN on all ranks": (torch.float32, [NAN, 1.0], [NAN, 1.0001]),
     "near infinity on all ranks": (torch.float32, [float("inf"), 1.0], [float("inf"), 1.0001]),
