@@ -104,7 +104,9 @@ class ExchangingStrategy(DDPStrategy):
             return  # one process
         if self._join.uneven_inputs == "join":
             require_joinable(trainer, self._joined.transport)
-        self.session = open_session(trainer, self._joined.transport, self._options)
+        refresher = self._joined.buffers
+        buffers = None if refresher is None else refresher.buffers
+        self.session = open_session(trainer, self._joined.transport, self._options, buffers)
         roll_call = self.session.roll_call
         self.preemption = None if roll_call is None else Preemption(trainer, roll_call)
         self._steps = self.session.steps_of(self.optimizers, super().optimizer_step)

@@ -9,6 +9,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_mgwfbp.engine.agreement import require_agreement
+from lightning_mgwfbp.engine.named_buffers import NamedBuffers
 from lightning_mgwfbp.engine.options import Options
 from lightning_mgwfbp.engine.session import Session
 from lightning_mgwfbp.engine.structure import Structure
@@ -20,8 +21,13 @@ from lightning_mgwfbp.schedules import agree_on_schedule
 from lightning_mgwfbp.trainer_facts import training_facts
 
 
-def open_session(trainer: pl.Trainer, transport: Transport, options: Options) -> Session:
+def open_session(
+    trainer: pl.Trainer, transport: Transport, options: Options, buffers: NamedBuffers | None
+) -> Session:
     """Return the session of a fit whose optimizers are set up. Collective.
+
+    Args:
+        buffers: those that ranks are given again and again, if any are.
 
     Raises:
         ValueError: something does not go with `options`.
@@ -36,7 +42,7 @@ def open_session(trainer: pl.Trainer, transport: Transport, options: Options) ->
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     session = Session(
         type(module).__name__,
-        Structure(lambda: exchanged_parameters(module), lambda: trainer.optimizers),
+        Structure(lambda: exchanged_parameters(module), lambda: trainer.optimizers, buffers),
         transport,
         settings,
         module,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from lightning_mgwfbp.engine.named_buffers import NamedBuffers
 from lightning_mgwfbp.exchange.broadcast import broadcast_tensors
 from lightning_mgwfbp.exchange.transport import Transport
 
@@ -33,6 +34,11 @@ def exchanged_buffers(module: nn.Module) -> list[Tensor]:
     return [b for _, b in named_exchanged_buffers(module)]
 
 
+def shared_buffers(module: nn.Module) -> NamedBuffers:
+    """The same, to be looked at again and again."""
+    return NamedBuffers(module, lambda: _ignored(module))
+
+
 def _ignored(module: nn.Module) -> set[str]:
     # the attribute in which DistributedDataParallel looks for the same
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -44,10 +50,13 @@ class BufferRefresher:
     Between the micro-batches of an accumulation window each rank's buffers go their own way, and
     validation begins with the same ones everywhere. Where rank 0 has no forward, all are given
     another's right after it: rank 0's are those that checkpoints have.
+
+    Attributes:
+        buffers: those that are refreshed.
     """
 
     def __init__(self, module: nn.Module, transport: Transport) -> None:
-        self._module = module
+        self.buffers = shared_buffers(module)
         self._transport = transport
         self._stale = True
 
@@ -72,4 +81,4 @@ class BufferRefresher:
             self._stale = False
 
     def _broadcast(self, root: int) -> None:
-        broadcast_tensors(exchanged_buffers(self._module), root, self._transport)
+        broadcast_tensors([b for _, b in self.buffers.look()], root, self._transport)

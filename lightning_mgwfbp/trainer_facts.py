@@ -7,16 +7,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor
 
 from lightning_mgwfbp.engine.agreement import (
+    buffer_facts,
     facts_of,
     optimizer_facts,
     parameter_facts,
     require_exchangeable,
-    why_not_exchangeable,
 )
-from lightning_mgwfbp.exchange.broadcast import stored_once
 from lightning_mgwfbp.module_state import (
     exchanged_parameters,
     named_exchanged_buffers,
@@ -55,19 +53,8 @@ def model_facts(module: pl.LightningModule, *, with_buffers: bool) -> dict[str, 
         },
     }
     if with_buffers:
-        buffers = named_exchanged_buffers(module)
-        facts["the number of buffers"] = str(len(buffers))
-        for name, buffer in buffers:
-            described = why_not_exchangeable(buffer) or _shape(buffer)
-            facts[f"buffer {name!r}"] = f"{described}, {buffer.dtype}"
+        facts |= buffer_facts(named_exchanged_buffers(module))
     return facts
-
-
-def _shape(buffer: Tensor) -> str:
-    stored = stored_once(buffer)
-    is_whole = stored.numel() == buffer.numel()
-    expanded = "" if is_whole else f" expanded from {tuple(stored.shape)}"
-    return f"shape {tuple(buffer.shape)}{expanded}"
 
 
 def require_exchangeable_model(module: pl.LightningModule, *, with_buffers: bool) -> None:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_mgwfbp.engine.errors import exchange_errors
 from lightning_mgwfbp.engine.fingerprint import fingerprint
+from lightning_mgwfbp.exchange.broadcast import stored_once
 from lightning_mgwfbp.exchange.compressors import Compressor
 from lightning_mgwfbp.exchange.transport import Transport
 from lightning_mgwfbp.plan import Planner
@@ -180,6 +181,22 @@ def parameter_facts(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> dic
             f" requires_grad={p.requires_grad}"
         )
     return facts
+
+
+def buffer_facts(named_buffers: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
+    """Describe buffers: what of each would be sent, or why it cannot be."""
+    facts = {"the number of buffers": str(len(named_buffers))}
+    for name, buffer in named_buffers:
+        described = why_not_exchangeable(buffer) or _stored_shape(buffer)
+        facts[f"buffer {name!r}"] = f"{described}, {buffer.dtype}"
+    return facts
+
+
+def _stored_shape(buffer: Tensor) -> str:
+    stored = stored_once(buffer)
+    is_whole = stored.numel() == buffer.numel()
+    expanded = "" if is_whole else f" expanded from {tuple(stored.shape)}"
+    return f"shape {tuple(buffer.shape)}{expanded}"
 
 
 def optimizer_facts(

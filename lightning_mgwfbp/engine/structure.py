@@ -1,9 +1,9 @@
 """`Structure`: which parameters are trained by which optimizers, and whether that has changed.
 
-Users replace layers, cut weights to another shape, add parameters to an optimizer or put another
-optimizer in its place, in the middle of training. A rank sees that by itself when backward begins,
-and tells the others in the message of its last bucket; then all of them compare what they have, and
-go on with it together.
+Users replace layers, cut weights to another shape, add parameters to an optimizer, put another
+optimizer or another buffer in the place of one, in the middle of training. A rank sees that by
+itself when backward begins, and tells the others in the message of its last bucket; then all of
+them compare what they have, and go on with it together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mgwfbp.engine.agreement import optimizer_facts, parameter_facts, require_agreement
+from lightning_mgwfbp.engine.agreement import (
+    buffer_facts,
+    optimizer_facts,
+    parameter_facts,
+    require_agreement,
+    require_exchangeable,
+)
+from lightning_mgwfbp.engine.named_buffers import NamedBuffers
 from lightning_mgwfbp.exchange.transport import Transport
 
 Named = list[tuple[str, nn.Parameter]]
@@ -26,6 +33,7 @@ class Structure:
     Args:
         named_parameters: returns the model's as they are now, in the same order on all ranks.
         optimizers: returns those that step them now.
+        buffers: those that ranks give each other, if they do.
 
     Attributes:
         named: the parameters that were agreed on.
@@ -33,15 +41,19 @@ class Structure:
     """
 
     def __init__(
-        self, named_parameters: Callable[[], Named], optimizers: Callable[[], Sequence[Optimizer]]
+        self,
+        named_parameters: Callable[[], Named],
+        optimizers: Callable[[], Sequence[Optimizer]],
+        buffers: NamedBuffers | None = None,
     ) -> None:
         self._named_now = named_parameters
         self._optimizers_now = optimizers
+        self._buffers = buffers
         self._remember(named_parameters(), optimizers())
 
     def has_changed(self) -> bool:
         """Whether an optimizer or one of its parameters is another than was agreed on, or a
-        parameter has another shape. Takes half a microsecond for each parameter."""
+        parameter or buffer has another shape. Takes half a microsecond for each parameter."""
         optimizers = self._optimizers_now()
         return (
             len(optimizers) != len(self.optimizers)
@@ -49,6 +61,7 @@ class Structure:
             or not all(self._known.keys() >= set(map(id, _stepped(o))) for o in optimizers)
             or [p.shape for _, p in self.named] != self._shapes
             or [p.dtype for _, p in self.named] != self._dtypes
+            or (self._buffers is not None and self._buffers.have_changed())
         )
 
     def misfits(self) -> set[str]:
@@ -69,18 +82,23 @@ class Structure:
 
         Raises:
             RuntimeError: on every rank, naming the first difference between ranks.
-            ValueError: on every rank, an optimizer steps a new parameter that is not the model's.
+            ValueError: on every rank, an optimizer steps a new parameter that is not the model's,
+                or ranks cannot send each other a buffer.
         """
         named, optimizers = self._named_now(), self._optimizers_now()
         facts = {**parameter_facts(named), **optimizer_facts(optimizers, named)}
-        require_agreement(transport, facts)
+        buffers = [] if self._buffers is None else self._buffers.look()
+        require_agreement(transport, {**facts, **buffer_facts(buffers)})
         self._require_named(named, optimizers)
+        require_exchangeable("Buffer", buffers)
         misfits = self.misfits()
         before = {name: p for name, p in self.named if name not in misfits}
         self._remember(named, optimizers)
         return frozenset(name for name, p in named if before.get(name) is not p)
 
     def _remember(self, named: Named, optimizers: Sequence[Optimizer]) -> None:
+        if self._buffers is not None:
+            self._buffers.agree()
         self.named, self.optimizers = list(named), list(optimizers)
         self._shapes = [p.shape for _, p in named]
         self._dtypes: list[torch.dtype] = [p.dtype for _, p in named]
