@@ -55,13 +55,14 @@ class _Inspector(pl.Callback):
 
     def __init__(self) -> None:
         self.hooks: list[int] = []
-        self.storages: list[int] = []
+        self.extents: list[int] = []
         self.held: list[tuple[Tensor, Tensor]] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         parameters = list(pl_module.parameters())
         self.hooks.append(sum(len(p._post_accumulate_grad_hooks or ()) for p in parameters))
-        self.storages.append(len({p.grad.untyped_storage().data_ptr() for p in parameters}))
+        ends = [p.grad.data_ptr() + p.grad.nbytes for p in parameters]
+        self.extents.append(max(ends) - min(p.grad.data_ptr() for p in parameters))
         self.held.append((parameters[0].grad, parameters[0].grad.clone()))
 
 
@@ -72,16 +73,16 @@ def _inspect(rank: int) -> tuple[list[int], list[int], int, bool]:
     quiet_trainer(strategy=strategy, max_steps=8, callbacks=[inspector]).fit(module, data)
     left = sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters())
     intact = all(torch.equal(now, then) for now, then in inspector.held)
-    return inspector.hooks, inspector.storages, left, intact
+    return inspector.hooks, inspector.extents, left, intact
 
 
 def test_hooks_and_gradients_in_the_steady_state() -> None:
-    """Profiling hooks go with the warm-up, all hooks with the fit; gradients are views."""
-    for hooks, storages, left, intact in train_ranks(_inspect):
-        assert hooks[:2] == [12, 12]  # the profiler's and the reducer's
-        assert hooks[3:] == [6] * 5
+    """Each parameter has one hook, until the end of the fit; gradients lie side by side."""
+    nbytes = sum(p.nbytes for p in Toy().parameters())
+    for hooks, extents, left, intact in train_ranks(_inspect):
+        assert hooks == [6] * 8
         assert left == 0
-        assert storages == [1] * 8  # all six gradients lie in one bucket
+        assert extents == [nbytes] * 8  # all six gradients lie in one bucket
         assert intact
 
 
