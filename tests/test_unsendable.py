@@ -112,3 +112,38 @@ def test_merged_optimizer_names_it() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"Parameter 'weight' is not initialized.* Run a batch"):
         MergedOptimizer(optimizer, module.named_parameters(), transport=LoopbackTransport.solo())
+
+
+class Reassigning(Toy):
+    """Puts another buffer in the place of its own in the sixth step, on the ranks given."""
+
+    def __init__(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(3))
+        self.other, self.ranks = [buffer], ranks
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 5 and self.global_rank in self.ranks:
+            self.bank = self.other[0]
+        return super().training_step(batch, batch_idx)
+
+
+def _reassign(rank: int, buffer: torch.Tensor, ranks: tuple[int, ...]) -> str:
+    trainer = quiet_trainer(strategy=make_strategy("mgwfbp", warmup_steps=2), max_steps=9)
+    try:
+        trainer.fit(Reassigning(buffer, ranks), ToyData())
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_reassigned_in_the_middle_of_training() -> None:
+    """A rank fills its buffer with a part of another rank's, or is killed without a word."""
+    for buffer in (torch.ones(5), torch.ones(1).expand(3), torch.eye(3).to_sparse()):
+        for ranks in ((0,), (1,)):
+            for error in train_ranks(_reassign, buffer, ranks):
+                assert error.startswith("The ranks disagree: buffer 'bank' is ")
+    assert train_ranks(_reassign, torch.ones(5), (0, 1)) == ["", ""]
+    for error in train_ranks(_reassign, torch.eye(3).to_sparse(), (0, 1)):
+        assert error.startswith("Buffer 'bank' is of layout torch.sparse_coo")
