@@ -197,16 +197,19 @@ class Bucket:
         ]
         self._pieces = [template.untyped_storage() for template in self._templates]
         self._places = [piece.data_ptr() for piece in self._pieces]
+        del whole, pieces  # which must not be counted
+        self._uses_unheld = self._uses()
 
     def _is_held(self) -> bool:
         """Whether somebody else holds the memory, or has moved it: [Note: gradients]."""
-        uses = torch._C._storage_Use_Count
-        # of a piece: its template, and the handle here; of all: the same, and each piece
-        return (
-            uses(self._padded.untyped_storage()._cdata) > 2 + len(self._pieces)
-            or any(uses(piece._cdata) > 2 for piece in self._pieces)
-            or [piece.data_ptr() for piece in self._pieces] != self._places
-        )
+        places = [piece.data_ptr() for piece in self._pieces]
+        return self._uses() != self._uses_unheld or places != self._places
+
+    def _uses(self) -> list[int]:
+        """How many hold the memory, and each piece of it."""
+        count = torch._C._storage_Use_Count
+        whole = count(self._padded.untyped_storage()._cdata)
+        return [whole, *(count(piece._cdata) for piece in self._pieces)]
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
