@@ -129,7 +129,9 @@ class MergedOptimizer(Optimizer):
         schedule: "backward", or "cross_iteration": `step()` returns at once, and each merge group
             is stepped when the next call of `module` needs it; until then, `flush()` before you
             look at weights other than by a state_dict. Gradients are gone after that.
-        module: the one you call in each step; needed for "cross_iteration".
+        module: the one you call in each step. A call of it that records a graph, outside of
+            `no_sync`, says that the next backward is training's; without it every backward outside
+            of `no_sync` is. Needed for "cross_iteration", and for layers that come later.
 
     Raises:
         ValueError: an argument is out of range, the optimizer steps unnamed parameters, or another
