@@ -7,7 +7,7 @@ strided when the plan was made, and where the model's parameters or optimizers h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,36 +41,48 @@ class Amendment:
     kept: frozenset[str]
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What one rank has beside its buckets; parameters by the names that they have by now.
+
+    Attributes:
+        late: parts that no bucket carries.
+        asides: averages that are set aside; where not all ranks have, they are parts.
+        members: who should take part from now on.
+        has_changed: whether the structure is another one.
+        spoiled: how many buckets had been sent when a backward failed.
+    """
+
+    late: Mapping[str, Tensor]
+    asides: Mapping[str, Tensor]
+    members: Collection[str]
+    has_changed: bool
+    spoiled: int
+
+
 def amend(
-    transport: Transport,
-    structure: Structure,
-    has_changed: bool,
-    late: Mapping[str, Tensor],
-    asides: Mapping[str, Tensor],
-    members: Collection[str],
-    rowwise: Collection[str],
+    transport: Transport, structure: Structure, mine: Beside, rowwise: Collection[str]
 ) -> Amendment:
     """Average what no bucket carried on some rank. Collective.
 
     Args:
         transport: joins the ranks.
         structure: knows all parameters.
-        has_changed: whether it is another one now, as this rank sees it.
-        late: this rank's parts, by name.
-        asides: averages that this rank has set aside; where not all ranks have, they are parts.
-        members: who should take part from now on, as this rank sees it.
+        mine: this rank's.
         rowwise: whose gradients are known to be sparse.
 
     Raises:
-        RuntimeError, ValueError: on every rank: see `Structure.agree`.
+        RuntimeError, ValueError: on every rank: see `Structure.agree`; or a backward has failed on
+            some ranks only.
     """
-    sparse = [name for name, part in late.items() if part.is_sparse]
-    mine = list(late), list(members), sparse, has_changed, list(asides)
-    everyone = transport.all_gather_object(mine, key="amendment")
-    lates, memberships, sparses, changes, aside = zip(*everyone, strict=True)
+    sparse = [name for name, part in mine.late.items() if part.is_sparse]
+    said = list(mine.late), list(mine.members), sparse, list(mine.asides)
+    everyone = transport.all_gather_object((*said, mine.has_changed, mine.spoiled), key="amendment")
+    lates, memberships, sparses, aside, changes, spoiled = zip(*everyone, strict=True)
+    _require_alike(spoiled)
     changed = structure.agree(transport) if any(changes) else frozenset()
-    kept = frozenset(set(asides).intersection(*aside)) - changed
-    late = _sums(late, {n: a for n, a in asides.items() if n not in kept})
+    kept = frozenset(set(mine.asides).intersection(*aside)) - changed
+    late = _sums(mine.late, {n: a for n, a in mine.asides.items() if n not in kept})
     named = dict(structure.named)
     agreed_rowwise = (set(rowwise) - changed).union(*sparses)
     agreed_members = {n for n in changed if named[n].requires_grad}.union(*memberships)
@@ -91,6 +103,15 @@ def amend(
         changed,
         kept,
     )
+
+
+def _require_alike(spoiled: Sequence[int]) -> None:
+    if len(set(spoiled)) > 1:
+        raise RuntimeError(
+            f"A backward has failed after {' and '.join(map(str, spoiled))} merge groups had been"
+            f" sent by ranks 0 to {len(spoiled) - 1}: what the ranks have sent does not belong"
+            " together. An error in backward that is caught must be the same on all ranks."
+        )
 
 
 def _sums(ours: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:

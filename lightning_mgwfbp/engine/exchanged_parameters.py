@@ -6,7 +6,7 @@ either lies here, so that it is made anew together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -52,6 +52,7 @@ class ExchangedParameters:
         self._exchanger = exchanger
         self._on_gradient = on_gradient
         self.version = 0
+        self._names_now: Sequence[str | None] = ()  # while the ranks have not agreed on them
         self.on_replaced: Callable[[Named], None] | None = None
         self._take()
         trainable = {name for name, p in structure.named if p.requires_grad}
@@ -71,16 +72,19 @@ class ExchangedParameters:
     def members(self) -> list[str]:
         """Names of those that should take part in the next exchange, as this rank sees it."""
         members = self.membership.staying() + self.membership.joining()
-        return [self.names[i] for i in members]
+        return [name for i in members if (name := self._names_now[i]) is not None]
 
     def by_name(self, parts: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """`parts`, by index, under the names of the parameters."""
-        return {self.names[i]: part for i, part in parts.items()}
+        """`parts`, by index, under the names that the parameters have by now."""
+        named = ((self._names_now[i], part) for i, part in parts.items())
+        return {name: part for name, part in named if name is not None}
 
-    def misfits(self) -> set[int]:
-        """Those that do not have the shape any more for which their bucket was made."""
-        names = self._structure.misfits()
-        return {i for i, name in enumerate(self.names) if name in names}
+    def note_changes(self) -> set[int]:
+        """Learn other names from a structure that has changed; return those parameters that do not
+        have the shape any more for which their bucket was made."""
+        self._names_now = self._structure.names_now(self.parameters)
+        misfits = self._structure.misfits()
+        return {i for i, name in enumerate(self.names) if name in misfits}
 
     def expected(self) -> list[list[int]]:
         """Those of each bucket that can have a gradient, (B,) of lists."""
@@ -120,6 +124,10 @@ class ExchangedParameters:
             self.lay_out(adapted, amendment.rowwise)
         return is_another
 
+    def add_back(self, kept: Collection[str] | None) -> None:
+        """Add averages that were set aside, all or those of the parameters named."""
+        self.ledger.add_back(lambda i: kept is None or self._names_now[i] in kept)
+
     def put_late(self, averages: Mapping[str, Tensor]) -> None:
         """Add averages of what no bucket carried to what is in `.grad`."""
         for name, average in averages.items():
@@ -128,6 +136,7 @@ class ExchangedParameters:
     def _take(self) -> None:
         named = dict(self._structure.named)
         self.names, self.parameters = tuple(named), tuple(named.values())
+        self._names_now = self.names
         self.readiness = Readiness(len(named))
         sets_aside = self._exchanger.keeps_residuals
         self.ledger = GradientLedger(self.parameters, sets_aside=sets_aside)

@@ -19,6 +19,11 @@ is added again when that is averaged. Where something was added to A before, und
 backward of the user's own, all of it is new, on that rank. So the ranks must agree on who has A
 aside: where not all have, those that have it send it along, whole (`amend`).
 
+[Note: whose memory] DistributedDataParallel writes averages where the gradients lay. So do we where
+somebody would miss that: a gradient that was written to (as one is that was there when backward
+began) and that others hold, or its memory, such as a flat buffer of the user's own. Any other is
+let go, and `.grad` becomes a tensor in the bucket.
+
 [Note: contributors] Where only K of P ranks contribute, the average is over these, and what a rank
 contributes is multiplied by P/K, what the others have (an average, at most) by 0: the mean of that
 over all ranks is the mean over the contributors. So no exchange has to know of K, and what one
@@ -27,9 +32,11 @@ leaves behind now and sends later, under another K, keeps its weight.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 
@@ -51,6 +58,7 @@ class GradientLedger:
         # the average that was put in `.grad`, and its version then, (N,)
         self._averages: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(parameters)
         self._aside: dict[int, Tensor] = {}
+        self._held: dict[int, Tensor] = {}  # [Note: whose memory]
 
     def is_new(self, i: int) -> bool:
         """Whether `.grad` holds something other than an average: [Note: new]."""
@@ -83,6 +91,8 @@ class GradientLedger:
         if gradient is None:
             return None, False
         if not self._is_average(i, gradient):
+            if gradient._version and not gradient.is_sparse and _holders(gradient) != _NOBODY_ELSE:
+                self._held[i] = gradient
             return self._weighted(gradient), True
         self._aside[i] = gradient
         return None if self._sets_aside else self._weighted(gradient), False
@@ -101,6 +111,10 @@ class GradientLedger:
         if average is None or not self._sets_aside:
             aside = self._aside.pop(i, None)
             average = aside if average is None else average
+        held = self._held.pop(i, None)
+        if held is not None and average is not None and held.shape == average.shape:
+            held.data.copy_(average)
+            average = held
         self._put(i, average)
 
     def asides(self) -> dict[int, Tensor]:
@@ -133,3 +147,17 @@ class GradientLedger:
 
     def _weighted(self, gradient: Tensor) -> Tensor:
         return gradient if self.weight == 1.0 else gradient * self.weight
+
+
+def _holders(gradient: Tensor) -> tuple[int, int]:
+    """How many hold `gradient`, and how many its memory."""
+    storage = gradient.untyped_storage()
+    return sys.getrefcount(gradient), torch._C._storage_Use_Count(storage._cdata)
+
+
+def _holders_of_a_local() -> tuple[int, int]:
+    gradient = torch.empty(1)
+    return _holders(gradient)
+
+
+_NOBODY_ELSE = _holders_of_a_local()

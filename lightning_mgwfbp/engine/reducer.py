@@ -27,7 +27,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_mgwfbp.engine.amendment import Amendment, amend
+from lightning_mgwfbp.engine.amendment import Amendment, Beside, amend
 from lightning_mgwfbp.engine.divergence import DivergenceWatch
 from lightning_mgwfbp.engine.exchanged_parameters import ExchangedParameters
 from lightning_mgwfbp.engine.exposed_time import ExposedTime
@@ -187,6 +187,7 @@ class Reducer:
             yield
         except BaseException:
             self.known.ledger.put_back()
+            self._round.spoil()
             raise
         finally:
             self._is_armed = False
@@ -262,8 +263,7 @@ class Reducer:
         with self._exposed.counted():
             others = self._round.finish()
             amendment = self._amend() if noticed else None
-            names, kept = self.known.names, None if amendment is None else amendment.kept
-            self.known.ledger.add_back(lambda i: kept is None or names[i] in kept)
+            self.known.add_back(None if amendment is None else amendment.kept)
             if amendment is not None:
                 others += amendment.averages.values()
             self.exchanger.conclude(others)
@@ -339,7 +339,7 @@ class Reducer:
         self._has_changed = self._structure.has_changed()
         if self._has_changed:
             self._round.has_more = True
-            self._round.misfits = self.known.misfits()
+            self._round.misfits = self.known.note_changes()
         self.known.readiness.begin(self.known.expected())
 
     @torch.no_grad()
@@ -367,12 +367,11 @@ class Reducer:
     def _amend(self) -> Amendment:
         """Exchange what no bucket carried on some rank, and agree on who takes part."""
         known = self.known
-        return amend(
-            self.exchanger.transport,
-            self._structure,
-            self._has_changed,
-            self._from_newcomers | known.by_name(self._round.late),
-            known.by_name(known.ledger.asides()),
-            known.members,
-            known.rowwise,
+        mine = Beside(
+            late=self._from_newcomers | known.by_name(self._round.late),
+            asides=known.by_name(known.ledger.asides()),
+            members=known.members,
+            has_changed=self._has_changed,
+            spoiled=self._round.spoiled,
         )
+        return amend(self.exchanger.transport, self._structure, mine, known.rowwise)

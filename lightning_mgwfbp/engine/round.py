@@ -28,6 +28,7 @@ class Round:
         launched: how many buckets are on their way.
         has_more: whether this rank has something to exchange that no bucket carries; the last
             bucket tells the others.
+        spoiled: how many buckets had been sent when a backward failed; what they bring is dropped.
         misfits: parameters that do not have the shape any more for which their bucket was made.
         late: this rank's gradients that no bucket has carried, by parameter; after `finish`.
     """
@@ -55,6 +56,7 @@ class Round:
         self._sparse_somewhere: list[int] = []
         self.launched = 0
         self.has_more = False
+        self.spoiled = 0
         self.misfits: Collection[int] = ()
         self.late: dict[int, Tensor] = {}
 
@@ -62,6 +64,12 @@ class Round:
     def last(self) -> int:
         """Number of the last bucket."""
         return len(self._layout.buckets) - 1
+
+    def spoil(self) -> None:
+        """Take what was sent for part of a backward that has failed: whoever goes on has cleared
+        what it left, or will."""
+        self.spoiled = self.launched
+        self.has_more |= self.spoiled > 0
 
     def launch_next(self, *, again: bool = False) -> None:
         """Pack the next bucket and send it.
@@ -105,7 +113,9 @@ class Round:
         self._finished.add(number)
         members, bucket = self._layout.members[number], self._layout.buckets[number]
         for i, average, somewhere in zip(members, bucket.gradients(), bucket.used(), strict=True):
-            if somewhere and i in self._rowwise:
+            if number < self.spoiled:
+                self._ledger.put(i, None)
+            elif somewhere and i in self._rowwise:
                 self._sparse_somewhere.append(i)
             elif i not in self.misfits:
                 self._ledger.put(i, average if somewhere else None)

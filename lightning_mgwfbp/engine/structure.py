@@ -8,7 +8,7 @@ them compare what they have, and go on with it together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,11 @@ class Structure:
         before = zip(self.named, self._shapes, self._dtypes, strict=True)
         return {n for (n, p), shape, dtype in before if p.shape != shape or p.dtype != dtype}
 
+    def names_now(self, parameters: Iterable[nn.Parameter]) -> list[str | None]:
+        """The names of these by now; None for those that the model has no more."""
+        names = {id(p): name for name, p in self._named_now()}
+        return [names.get(id(p)) for p in parameters]
+
     def newcomers(self) -> Named:
         """The parameters that were not there when the ranks last agreed."""
         before = {id(p) for _, p in self.named}
@@ -86,15 +91,23 @@ class Structure:
                 or ranks cannot send each other a buffer.
         """
         named, optimizers = self._named_now(), self._optimizers_now()
-        facts = {**parameter_facts(named), **optimizer_facts(optimizers, named)}
         buffers = [] if self._buffers is None else self._buffers.look()
-        require_agreement(transport, {**facts, **buffer_facts(buffers)})
+        misfits, known = self.misfits(), {id(p) for _, p in self.named}
+        changed = [name for name, p in named if id(p) not in known or name in misfits]
+        replaced = [n for n, o in enumerate(optimizers) if o not in self.optimizers]
+        facts = {
+            **parameter_facts(named),
+            **optimizer_facts(optimizers, named),
+            **buffer_facts(buffers),
+            # with another of the same shape, or of the same kind, in its place
+            "the list of parameters that were replaced": repr(changed),
+            "the list of optimizers that were replaced": repr(replaced),
+        }
+        require_agreement(transport, facts)
         self._require_named(named, optimizers)
         require_exchangeable("Buffer", buffers)
-        misfits = self.misfits()
-        before = {name: p for name, p in self.named if name not in misfits}
         self._remember(named, optimizers)
-        return frozenset(name for name, p in named if before.get(name) is not p)
+        return frozenset(changed)
 
     def _remember(self, named: Named, optimizers: Sequence[Optimizer]) -> None:
         if self._buffers is not None:
