@@ -42,11 +42,17 @@ def open_session(
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     session = Session(
         type(module).__name__,
-        Structure(lambda: exchanged_parameters(module), lambda: trainer.optimizers, buffers),
+        Structure(
+            exchanged_parameters(module),
+            lambda: exchanged_parameters(module),
+            lambda: trainer.optimizers,
+            buffers,
+        ),
         transport,
         settings,
         module,
         None if scaler is None else scaler.get_scale,
+        leaves_averages=True,
     )
     _announce(session)
     return session

@@ -115,8 +115,13 @@ def _require_alike(spoiled: Sequence[int]) -> None:
 
 
 def _sums(ours: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    both = {name: others[name] + ours[name] for name in ours.keys() & others.keys()}
+    both = {name: _sum(ours[name], others[name]) for name in ours.keys() & others.keys()}
     return {**ours, **others, **both}
+
+
+def _sum(one: Tensor, other: Tensor) -> Tensor:
+    # nothing strided can be added to a sparse tensor
+    return other + one if one.is_sparse else one + other
 
 
 def average_sparse(

@@ -10,9 +10,10 @@ while steps are pending. So parameters that are tied, shared, used early or used
 modules are right too, whatever the last forward did. What runs without either, compiled or
 scripted code, and what torch.func wraps is waited for before it begins.
 
-[Note: pending] Between step() and the first use an average lies in its bucket, and it is in `.grad`
-while the optimizer steps on it, no longer: what a backward of the user's own leaves there meanwhile
-stays there. When forward ends nothing is pending.
+[Note: pending] Between step() and the first use an average lies in its bucket; then it is in
+`.grad` while the optimizer steps on it. Whether it stays there depends on who clears gradients:
+Lightning does after the forward, others before. What the user has put in `.grad` stays there. When
+forward ends nothing is pending.
 
 [Note: notice] Where some rank has gradients that no bucket carried, the ranks amend the exchange
 together, and all parameters are stepped at once. So that is looked at first.
@@ -52,6 +53,8 @@ class CrossIteration:
         reducer: exchanges the parameters; its exchanger is a `DecoupledExchanger`.
         parameters: in the reducer's order, (N,).
         step: steps the optimizer in parts.
+        leaves_averages: whether `.grad` holds an average from the update on, as it would have since
+            step(): somebody clears it between forward and backward.
     """
 
     def __init__(
@@ -60,10 +63,13 @@ class CrossIteration:
         reducer: Reducer,
         parameters: Iterable[nn.Parameter],
         step: GroupedStep,
+        *,
+        leaves_averages: bool,
     ) -> None:
         self._reducer = reducer
         self._parameters = list(parameters)
         self._step = step
+        self._leaves_averages = leaves_averages
         self._layout: Layout | None = None
         self._bucket_of: dict[int, int] = {}  # by the id of a parameter
         self._addresses: list[set[int]] = []  # of each bucket's parameters
@@ -74,6 +80,7 @@ class CrossIteration:
         self._is_noticed: bool | None = None  # [Note: notice]
         self._in_forward = False
         self._pending: set[int] = set()  # buckets
+        self._module = module
         modules = list(module.modules())
         self.has_unseen_code = has_unseen_code(modules)  # then no step should be deferred
         self._hooks = list(self._hook_states(modules))
@@ -102,6 +109,9 @@ class CrossIteration:
     def set_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Go on with other parameters, in the reducer's order; also while a step is completed."""
         self._parameters[:] = parameters
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = list(self._hook_states(self._module.modules()))
 
     def defer(self) -> None:
         """Take the step for made: launch what backward left, and keep the options in force."""
@@ -245,7 +255,8 @@ class CrossIteration:
 
     @contextmanager
     def _averages_in_grad(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Within, `.grad` is free for averages; then it is again what it was: [Note: pending].
+        """Within, `.grad` is free for averages; then it is what it was again, if that was anything:
+        [Note: pending].
 
         Args:
             parameters: those that are completed; more may join them meanwhile.
@@ -257,7 +268,9 @@ class CrossIteration:
             yield
         finally:
             for parameter in parameters:
-                parameter.grad = own.get(id(parameter))
+                mine = own.get(id(parameter))
+                if mine is not None or not self._leaves_averages:
+                    parameter.grad = mine
 
     def _end(self) -> None:
         self._deferred = False

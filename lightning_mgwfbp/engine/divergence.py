@@ -200,6 +200,13 @@ class DivergenceWatch:
             )
 
     def _error(self, steps: int, part: Part, count: int) -> str:
+        if steps == 0:
+            return (
+                "The ranks began with different weights:"
+                f" {first_difference(part, self._transport)}; {count} of {len(self._named)}"
+                " parameters differ. Call `broadcast_parameters(model.state_dict())` before"
+                " MergedOptimizer, or leave out `init_sync=False`."
+            )
         return (
             f"The ranks' weights differ after {counted(steps, 'step')}:"
             f" {first_difference(part, self._transport)};"

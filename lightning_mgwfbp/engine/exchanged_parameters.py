@@ -144,12 +144,13 @@ class ExchangedParameters:
 
     def _replace(self, changed: Collection[str]) -> None:
         """Go on with others than before, of which all ranks get rank 0's values."""
-        self._exchanger.forget(changed)
+        named = self._structure.named
+        gone = set(self.names) - {name for name, _ in named}
+        self._exchanger.forget(gone.union(changed))
         self.membership.close()
         weight = self.ledger.weight
         self._take()
         self.ledger.weight = weight
-        named = self._structure.named
         values = [p for name, p in named if name in changed]
         broadcast_tensors(values, 0, self._exchanger.transport)
         if self.on_replaced is not None:

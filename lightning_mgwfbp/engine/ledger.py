@@ -74,7 +74,7 @@ class GradientLedger:
 
     def put_back(self) -> None:
         """Undo `set_averages_aside` where no exchange followed; a new gradient stays."""
-        while self._aside:
+        while self._sets_aside and self._aside:
             i, average = self._aside.popitem()
             if self._parameters[i].grad is None:
                 self._parameters[i].grad = average

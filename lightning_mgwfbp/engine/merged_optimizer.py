@@ -7,9 +7,9 @@ re-implemented: options, state and step stay the wrapped one's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -83,19 +83,21 @@ def _plain_step(optimizer: Optimizer, closure: Closure | None, **kwargs: Any) ->
     return optimizer.step(**kwargs) if closure is None else optimizer.step(closure, **kwargs)
 
 
-def _current(named: Named, module: nn.Module | None, optimizer: Optimizer) -> Named:
-    """The parameters that were named and that `module`, if it is known, still has; and those of
-    its others that `optimizer` steps."""
-    if module is None:
-        return named
-    names = {id(p): name for name, p in named}
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    there = {id(p): (name, p) for name, p in module.named_parameters()}
-    if not names.keys() & there.keys():
-        return named  # `module` is one that uses parameters of others
-    kept = [(name, p) for name, p in named if id(p) in there]
-    new = [(name, p) for key, (name, p) in there.items() if key in stepped - names.keys()]
-    return kept + new
+def _looks_up(named: Named, module: nn.Module | None, optimizer: Optimizer) -> Callable[[], Named]:
+    """What returns the parameters that are exchanged by now: those that were named, under the
+    names that `module` has for them, if it has any, and those of its others that `optimizer`
+    steps."""
+    ids = {id(p) for _, p in named}
+    if module is None or not any(id(p) in ids for p in module.parameters()):
+        return lambda: named
+    references = [weakref.ref(p) for _, p in named]  # lest those that are gone live on
+
+    def current() -> Named:
+        kept = {id(p) for reference in references if (p := reference()) is not None}
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [(name, p) for name, p in module.named_parameters() if id(p) in kept | stepped]
+
+    return current
 
 
 class MergedOptimizer(Optimizer):
@@ -191,7 +193,7 @@ class MergedOptimizer(Optimizer):
             require_exchangeable("Parameter", named)
             self._session = Session(
                 "",
-                Structure(partial(_current, named, module, optimizer), lambda: [optimizer]),
+                Structure(named, _looks_up(named, module, optimizer), lambda: [optimizer]),
                 transport,
                 options.settle(transport),
                 module,

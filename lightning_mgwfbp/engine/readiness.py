@@ -32,6 +32,11 @@ class Readiness:
         """
         self._missing = [sum(1 for i in members if self._expected[i]) for members in buckets]
 
+    def begin_again(self, buckets: Sequence[Sequence[int]]) -> None:
+        """Begin a backward in the place of one that has failed, of which nothing is learnt."""
+        self._fired = [0] * len(self._fired)
+        self.begin(buckets)
+
     def fire(self, parameter: int, bucket: int) -> bool:
         """Count a gradient of a parameter in this bucket; return whether that completes it."""
         self._fired[parameter] += 1

@@ -21,8 +21,9 @@ this rank has gradients which no bucket carried: see `_amend`.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -120,8 +121,8 @@ class Reducer:
     @property
     def unsynchronized(self) -> bool:
         """Whether a backward has left gradients on this rank that were not exchanged."""
-        everyone, unseen = range(len(self.known.names)), self.known.membership.unseen()
-        return self._running or self._is_any_new(everyone if self._has_accumulated else unseen)
+        there = [i for i, left in self._left.items() if left() is self.known.parameters[i].grad]
+        return self._running or self._is_any_new([*there, *self.known.membership.unseen()])
 
     @property
     def weight(self) -> float:
@@ -188,6 +189,8 @@ class Reducer:
         except BaseException:
             self.known.ledger.put_back()
             self._round.spoil()
+            self.known.readiness.begin_again(self.known.expected())
+            self._followed.clear()
             raise
         finally:
             self._is_armed = False
@@ -286,6 +289,9 @@ class Reducer:
         """Remove all hooks, and wait for what is still on its way."""
         self.known.membership.close()
         self._round.abandon()
+        if self._watch is not None:
+            with suppress(Exception):  # whoever closes in mid-exchange has an error already
+                self._watch.finish()
         self.exchanger.close()
 
     def _lay_out(self, plan: MergePlan, rowwise: Collection[str]) -> None:
@@ -306,7 +312,8 @@ class Reducer:
         )
         self._followed: list[int] = []  # parameters that others' hooks had still to see
         self._running = False  # an exchange
-        self._has_accumulated = False  # any backward, since the last exchange
+        # what backwards have left in `.grad` since the last exchange that are not training's own
+        self._left: dict[int, weakref.ref[Tensor]] = {}
         self._is_armed = False
         self._has_changed = False  # the structure
         self._from_newcomers: dict[str, Tensor] = {}  # gradients, by name
@@ -316,8 +323,8 @@ class Reducer:
 
     def _on_gradient(self, i: int, _: Tensor) -> None:
         with self._lock:
-            self._has_accumulated = True
             if not self._syncing or not (self._is_armed or self.is_always_armed):
+                self._note_left(i)
                 return
             if not self._running:
                 self._begin()
@@ -327,6 +334,11 @@ class Reducer:
             (self._followed if self.known.membership.is_followed(i) else ready).append(i)
             if self._count(ready) and self._overlap:
                 self._launch_ready()
+
+    def _note_left(self, i: int) -> None:
+        gradient = self.known.parameters[i].grad
+        if gradient is not None:
+            self._left[i] = weakref.ref(gradient)
 
     def _count(self, parameters: Iterable[int]) -> bool:
         """Count gradients; return whether one of them completes its bucket."""

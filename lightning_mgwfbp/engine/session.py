@@ -45,6 +45,7 @@ class Session:
         module: the one whose forward uses the parameters, if it is known.
         gradient_scale: says what gradients are multiplied by; None: by nothing.
         is_always_armed: see `Reducer`.
+        leaves_averages: see `CrossIteration`.
 
     Raises:
         ValueError: no parameter is trainable, one is exchanged by somebody else already, or an
@@ -61,9 +62,8 @@ class Session:
         gradient_scale: Callable[[], float] | None = None,
         *,
         is_always_armed: bool = False,
+        leaves_averages: bool = False,
     ) -> None:
-        for optimizer in structure.optimizers:
-            require_no_momentum(settings.compressor, optimizer)
         named = structure.named
         require_unexchanged(named)
         method, defers = settings.compressor, settings.schedule == "cross_iteration"
@@ -113,7 +113,11 @@ class Session:
                 assert module is not None
                 (optimizer,) = structure.optimizers
                 self._cross_iteration = CrossIteration(
-                    module, self.reducer, [p for _, p in named], GroupedStep(optimizer)
+                    module,
+                    self.reducer,
+                    [p for _, p in named],
+                    GroupedStep(optimizer),
+                    leaves_averages=leaves_averages,
                 )
                 opened.callback(self._cross_iteration.close)
             self.warmup = WarmUp(model, named, transport, self.reducer, settings, module)
@@ -151,6 +155,8 @@ class Session:
             optimizers: all that step the model's parameters from now on.
             step: steps one, such as a precision plugin's.
         """
+        for optimizer in optimizers:
+            require_no_momentum(self._settings.compressor, optimizer)
         self.flush()
         cross = self._cross_iteration
         if cross is not None and self._can_defer(optimizers):
@@ -258,6 +264,8 @@ class Session:
 
     def _go_on_with(self, named: Named) -> None:
         """The model has other parameters than before."""
+        if self._transport.rank == 0:
+            self._steps_in_backward.set_parameters(named)
         self.warmup.set_parameters(named)
         if self._watch is not None:
             self._watch.set_parameters(named)

@@ -25,7 +25,12 @@ class StepsInBackward:
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._names = {id(p): name for name, p in named_parameters}
+        self._has_warned = False
+        self.set_parameters(named_parameters)
+
+    def set_parameters(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Watch these from now on."""
+        self._named = list(named_parameters)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -38,14 +43,14 @@ class StepsInBackward:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """What torch calls before the step of any optimizer."""
-        if torch._C._current_graph_task_id() == -1:
+        if self._has_warned or torch._C._current_graph_task_id() == -1:
             return  # autograd is not at work: a backward of the user's own steps after it
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        names = [self._names.get(id(p)) for p in stepped if p.grad is not None]
-        name = next(filter(None, names), None)
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = (n for n, p in self._named if id(p) in stepped and p.grad is not None)
+        name = next(names, None)
         if name is None:
             return
-        self._names.clear()  # once is enough
+        self._has_warned = True
         warnings.warn(
             f"{type(optimizer).__name__} steps {name!r} while backward runs, as in a gradient hook:"
             " on this rank's own gradient, before it is averaged. The ranks' weights drift apart"

@@ -31,7 +31,8 @@ class Structure:
     """What the ranks have last agreed on, beside what is there now.
 
     Args:
-        named_parameters: returns the model's as they are now, in the same order on all ranks.
+        named: the model's parameters, the same on all ranks.
+        named_parameters: returns them as they are now, in the same order on all ranks.
         optimizers: returns those that step them now.
         buffers: those that ranks give each other, if they do.
 
@@ -42,6 +43,7 @@ class Structure:
 
     def __init__(
         self,
+        named: Named,
         named_parameters: Callable[[], Named],
         optimizers: Callable[[], Sequence[Optimizer]],
         buffers: NamedBuffers | None = None,
@@ -49,7 +51,7 @@ class Structure:
         self._named_now = named_parameters
         self._optimizers_now = optimizers
         self._buffers = buffers
-        self._remember(named_parameters(), optimizers())
+        self._remember(named, optimizers())
 
     def has_changed(self) -> bool:
         """Whether an optimizer or one of its parameters is another than was agreed on, or a

@@ -9,6 +9,7 @@ when it was compiled, so from then on there are none (`Compiling`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -41,10 +42,14 @@ def _nothing() -> None:
 
 
 class Compiling:
-    """Calls `what()` just before torch.compile compiles anything, until it is closed."""
+    """Calls `what()` just before torch.compile compiles anything, until it is closed.
+
+    Args:
+        what: a method, whose object is not kept alive.
+    """
 
     def __init__(self, what: Callable[[], None]) -> None:
-        self._what = what
+        self._what = weakref.WeakMethod(what)
         callback_handler.register_start_callback(self._begins)
 
     def close(self) -> None:
@@ -52,7 +57,9 @@ class Compiling:
             callback_handler.remove_start_callback(self._begins)
 
     def _begins(self, *_: Any) -> None:
-        self._what()
+        what = self._what()
+        if what is not None:
+            what()
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -40,7 +40,7 @@ class Layers(nn.Module):
 def lasting(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Structure:
     """One that nobody changes."""
     named = list(named_parameters)
-    return Structure(lambda: named, list)
+    return Structure(named, lambda: named, list)
 
 
 def data_of(*seeds: int) -> Tensor:

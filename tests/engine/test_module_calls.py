@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import io
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -246,3 +248,18 @@ def test_no_step_is_pending_where_modules_are_compiled() -> None:
         step(net, optimizer)
         assert global_hooks() == before
     optimizer.close()
+
+
+def test_one_that_is_never_closed() -> None:
+    """It is kept alive, and every module of the process pays for it."""
+    before = global_hooks()
+    net = net_of()
+    optimizer = merged_of(net, "backward")
+    for _ in range(5):
+        step(net, optimizer)
+    assert global_hooks() != before
+    gone = weakref.ref(optimizer)
+    del net, optimizer
+    gc.collect()
+    assert gone() is None
+    assert global_hooks() == before

@@ -183,7 +183,8 @@ def test_has_changed() -> None:
     """A change goes unseen, or something is taken for one at every step."""
     net = network()
     optimizers = [SGD(net.parameters(), lr=0.1)]
-    structure = Structure(lambda: list(net.named_parameters()), lambda: optimizers)
+    named = list(net.named_parameters())
+    structure = Structure(named, lambda: list(net.named_parameters()), lambda: optimizers)
     assert not structure.has_changed()
     net[0].weight.grad = torch.zeros_like(net[0].weight)
     net[0].weight.requires_grad_(False)
