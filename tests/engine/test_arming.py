@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from engine_examples import Layers, data_of, plan_of
+from engine_examples import Layers, data_of, lasting, plan_of
 from loopback import on_ranks, record_keys
 from torch import Tensor
 
 from lightning_mgwfbp import AlphaBeta, MergedOptimizer, PowerSGD, Quantize8, RandomK, TopK
+from lightning_mgwfbp.engine.reducer import Reducer
+from lightning_mgwfbp.exchange.exchangers import DenseExchanger
 from lightning_mgwfbp.exchange.transport import LoopbackTransport
 
 ALL = (0, 1, 2)
@@ -207,3 +209,115 @@ def _alone() -> list[Tensor]:
         optimizer.step()
         seen.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
     return seen
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("half-way")
+
+
+def test_a_backward_that_fails_and_is_caught() -> None:
+    """What it had sent before it failed is stepped on, or each gradient is expected twice."""
+
+    def run(transport: LoopbackTransport, fails: bool) -> tuple[dict[str, Tensor], int]:
+        torch.manual_seed(0)
+        first, second = Layers(), Layers()
+        net = torch.nn.ModuleList([first, second])
+        exchanger = DenseExchanger(transport)
+        reducer = Reducer(lasting(net.named_parameters()), exchanger, is_always_armed=False)
+        reducer.install(plan_of(net, *[1] * 12))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        keys = record_keys(transport)
+        for step in range(6):
+            optimizer.zero_grad()
+            data = data_of(transport.rank, step)
+            if fails and step == 3:
+                bad = second(data + Failing.apply(first(data, ALL)), ALL)
+                with suppress(ValueError), reducer.armed():
+                    bad.backward()
+                net.zero_grad()
+            loss = first(data, ALL) + second(data, ALL)
+            before = len(keys)
+            with reducer.armed():
+                loss.backward()
+            launched = len(keys) - before
+            reducer.synchronize()
+            optimizer.step()
+            reducer.stepped()
+        reducer.close()
+        return {name: value.clone() for name, value in net.state_dict().items()}, launched
+
+    plain = on_ranks(partial(run, fails=False))
+    failed = on_ranks(partial(run, fails=True))
+    for (ours, launched), (theirs, expected) in zip(failed, plain, strict=True):
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-14)
+        assert launched == expected == 11
+
+
+def test_a_picture_of_one_rank_behind_a_clip() -> None:
+    """Averages that were clipped, then put back, are exchanged again, by that rank alone."""
+
+    def run(transport: LoopbackTransport, pictures: tuple[int, ...]) -> dict[str, Tensor]:
+        model, rank = Layers(), transport.rank
+        optimizer = merged(model, transport)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            if rank in pictures:
+                averages = [p.grad for p in model.parameters()]
+                model.zero_grad()
+                with optimizer.no_sync():
+                    loss_of(model, rank, step + 50).backward()
+                for p, average in zip(model.parameters(), averages, strict=True):
+                    p.grad = average
+            optimizer.step()
+        optimizer.close()
+        return dict(model.state_dict())
+
+    plain = on_ranks(partial(run, pictures=()))
+    for ours, theirs in zip(on_ranks(partial(run, pictures=(0,))), plain, strict=True):
+        same(ours, theirs)
+
+
+def test_gradients_in_a_buffer_of_the_users() -> None:
+    """Who clears and reads a flat buffer of its own, of which gradients are parts, sees nothing."""
+
+    def run(transport: LoopbackTransport) -> list[Tensor]:
+        model, rank = Layers(), transport.rank
+        optimizer = merged(model, transport)
+        numels = [p.numel() for p in model.parameters()]
+        flat = torch.zeros(sum(numels), dtype=torch.float64)
+        for p, part in zip(model.parameters(), flat.split(numels), strict=True):
+            p.grad = part.view_as(p)
+        seen = []
+        for step in range(5):
+            flat.zero_()
+            loss_of(model, rank, step).backward()
+            optimizer.synchronize()
+            flat.mul_(0.5)
+            seen.append(flat.clone())
+            optimizer.step()
+        optimizer.close()
+        return [*seen, *(p.detach() for p in model.parameters())]
+
+    first, second = on_ranks(run)
+    assert all(map(torch.equal, first, second))
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (loss_of(model, rank, step) / 4).backward()
+        expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+        torch.testing.assert_close(first[step], expected, rtol=1e-12, atol=1e-14)
+        optimizer.step()
+    for ours, p in zip(first[5:], model.parameters(), strict=True):
+        torch.testing.assert_close(ours, p.detach(), rtol=1e-12, atol=1e-14)

@@ -13,7 +13,7 @@ from loopback import on_ranks
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_mgwfbp import AlphaBeta, MergedOptimizer, TopK
+from lightning_mgwfbp import AlphaBeta, MergedOptimizer, PowerSGD, TopK
 from lightning_mgwfbp.engine.structure import Structure
 from lightning_mgwfbp.exchange.transport import LoopbackTransport
 
@@ -68,7 +68,17 @@ def widened(net: nn.Sequential, optimizer: Any, seed: int) -> None:
     optimizer.state.clear()
 
 
-CHANGES = {"new head": new_head, "longer": longer, "pruned": pruned}
+def merged_into(net: nn.Sequential, optimizer: Any, seed: int) -> None:
+    """A frozen layer gets another name and is thawed, and another one comes under its old name."""
+    moved, net[2] = net[2], linear(6, 6, seed)
+    net.append(nn.Sequential(linear(2, 6, seed + 1), moved))
+    moved.requires_grad_(True)
+    new = [*net[2].parameters(), *net[5].parameters()]
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    optimizer.add_param_group({"params": [p for p in new if id(p) not in stepped]})
+
+
+CHANGES = {"new head": new_head, "longer": longer, "pruned": pruned, "merged into": merged_into}
 Change = Callable[[nn.Sequential, Any, int], None]
 
 
@@ -80,7 +90,7 @@ def train(
     **options: Any,
 ) -> dict[str, Tensor]:
     """Ten steps, of which the sixth comes after the change."""
-    net = network()
+    net = frozen_at_first(network(), change)
     merged = MergedOptimizer(
         SGD(net.parameters(), lr=0.1, momentum=0.9),
         net.named_parameters(),
@@ -102,9 +112,15 @@ def train(
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
+def frozen_at_first(net: nn.Sequential, change: Change) -> nn.Sequential:
+    if change is merged_into:
+        net[2].requires_grad_(False)
+    return net
+
+
 def alone(change: Change) -> dict[str, Tensor]:
     """One process that averages by itself."""
-    net = network()
+    net = frozen_at_first(network(), change)
     optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
     for step in range(10):
         if step == 5:
@@ -144,12 +160,64 @@ def test_under_a_compressor(change: Change) -> None:
         assert torch.equal(value, second[name]), name
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def alike(net: nn.Sequential, optimizer: Any, seed: int) -> None:
+    """Another parameter of the same name and shape."""
+    net[2].weight = nn.Parameter(net[2].weight.detach().clone())
+    optimizer.add_param_group({"params": [net[2].weight]})
+
+
+@pytest.mark.parametrize("change", [new_head, longer, pruned, alike])
 def test_of_one_rank_only(change: Change) -> None:
     """The ranks exchange what does not belong together, or one of them waits for the others."""
-    names = {new_head: "4.weight|param_groups", longer: "5.weight|number of", pruned: "2.weight"}
-    with pytest.raises(RuntimeError, match=f"The ranks disagree: .*({names[change]})"):
+    names = {new_head: "4.weight", longer: "number of", pruned: "2.weight", alike: "param_groups"}
+    with pytest.raises(RuntimeError, match=f"The ranks disagree: .*{names[change]}"):
         on_ranks(partial(train, change=change, change_on=(1,)))
+
+
+def test_an_optimizer_replaced_on_one_rank_only() -> None:
+    """Its state is gone there, and the ranks' weights part."""
+    net = network()
+    optimizers = [SGD(net.parameters(), lr=0.1)]
+
+    def agree(transport: LoopbackTransport) -> None:
+        ours = list(optimizers)
+        named = list(net.named_parameters())
+        structure = Structure(named, lambda: named, lambda: ours)
+        if transport.rank == 1:
+            ours[0] = SGD(net.parameters(), lr=0.1)
+        structure.agree(transport)
+
+    with pytest.raises(RuntimeError, match="the list of optimizers that were replaced is"):
+        on_ranks(agree)
+
+
+def test_residuals_of_what_is_gone() -> None:
+    """A checkpoint names parameters that the model has no more, and cannot be resumed."""
+
+    def run(transport: LoopbackTransport) -> Any:
+        net = network()
+        merged = MergedOptimizer(
+            SGD(net.parameters(), lr=0.1),
+            net.named_parameters(),
+            transport=transport,
+            module=net,
+            link=LINK,
+            warmup_steps=2,
+            compressor=PowerSGD(rank=1, dense_below_numel=0),
+        )
+        for step in range(6):
+            if step == 3:
+                del net[4], net[3]
+                net.add_module("head", linear(6, 2, 7))
+                merged.add_param_group({"params": list(net.head.parameters())})
+            merged.zero_grad()
+            net(data_of(transport.rank, step)).square().mean().backward()
+            merged.step()
+        left = merged.reducer.exchanger.state_dict()["residual"]
+        merged.close()
+        return set(left) - {name for name, _ in net.named_parameters()}
+
+    assert on_ranks(run) == [set(), set()]
 
 
 def test_a_parameter_that_is_not_the_models() -> None:
