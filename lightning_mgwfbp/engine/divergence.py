@@ -202,10 +202,11 @@ class DivergenceWatch:
     def _error(self, steps: int, part: Part, count: int) -> str:
         if steps == 0:
             return (
-                "The ranks began with different weights:"
+                "The ranks' weights differ before the first step:"
                 f" {first_difference(part, self._transport)}; {count} of {len(self._named)}"
-                " parameters differ. Call `broadcast_parameters(model.state_dict())` before"
-                " MergedOptimizer, or leave out `init_sync=False`."
+                " parameters differ. Either they began so (`broadcast_parameters(...)` before"
+                " MergedOptimizer gives all ranks rank 0's, as does leaving out `init_sync=False`),"
+                " or something has changed them since, on some ranks only."
             )
         return (
             f"The ranks' weights differ after {counted(steps, 'step')}:"

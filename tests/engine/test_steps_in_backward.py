@@ -91,14 +91,20 @@ class InHooks(Toy):
         self.manual_backward(self.loss(batch, batch_idx))
 
 
-def fit(rank: int, in_hooks: bool) -> tuple[list[str], Tensor]:
+def fit(rank: int, in_hooks: bool) -> tuple[list[str], str]:
+    """What was warned of, and the error in which training has ended."""
+    error = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         module: Any = InHooks() if in_hooks else Toy()
         strategy = make_strategy("mgwfbp", warmup_steps=1)
-        quiet_trainer(strategy=strategy, max_epochs=1, limit_train_batches=4).fit(module, ToyData())
+        trainer = quiet_trainer(strategy=strategy, max_epochs=1, limit_train_batches=4)
+        try:
+            trainer.fit(module, ToyData())
+        except RuntimeError as raised:
+            error = str(raised)
     said = [str(w.message) for w in caught if "while backward runs" in str(w.message)]
-    return said, module.head.weight.detach().clone()
+    return said, error
 
 
 @pytest.mark.slow
@@ -108,7 +114,6 @@ def test_two_ranks_that_drift_apart_are_told() -> None:
     assert len(said) == 1
     assert said[0].startswith("SGD steps 'head.")
     assert not said_by_other
-    assert not torch.equal(ours, others)
-    (said, ours), (_, others) = train_ranks(fit, False)
-    assert not said
-    assert torch.equal(ours, others)
+    assert ours == others
+    assert ours.startswith("The ranks' weights differ")
+    assert train_ranks(fit, False) == [([], ""), ([], "")]
