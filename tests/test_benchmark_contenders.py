@@ -53,12 +53,14 @@ def test_over_horovod_the_weights_are_those_of_ddp(name: str) -> None:
 
 ONE_BLOCK = """
 import sys
+import torch
 import torch.distributed as dist
 from benchmarks import models
 from benchmarks.contenders import CONTENDERS
 from benchmarks.worker import run_block
 
 dist.init_process_group("gloo")
+torch.manual_seed(0)  # the same weights on all ranks, as benchmarks/worker.py has them
 row, workload = CONTENDERS[sys.argv[1]], models.builder("narrow")()
 with row.running():
     run_block(row.build(workload.module), workload.inputs, 7)  # the link is timed in the warm-up

@@ -64,6 +64,8 @@ class Session:
         is_always_armed: bool = False,
         leaves_averages: bool = False,
     ) -> None:
+        self._settings = settings
+        self._require_no_momentum(structure.optimizers)
         named = structure.named
         require_unexchanged(named)
         method, defers = settings.compressor, settings.schedule == "cross_iteration"
@@ -84,7 +86,6 @@ class Session:
             )
         self._structure = structure
         self._steps_in_backward = StepsInBackward(named if transport.rank == 0 else ())
-        self._settings = settings
         self._transport = transport
         every = settings.detect_divergence_every_n_steps
         checks = DEFAULT_CHECKS if every is None else Checks(every)
@@ -155,8 +156,7 @@ class Session:
             optimizers: all that step the model's parameters from now on.
             step: steps one, such as a precision plugin's.
         """
-        for optimizer in optimizers:
-            require_no_momentum(self._settings.compressor, optimizer)
+        self._require_no_momentum(optimizers)
         self.flush()
         cross = self._cross_iteration
         if cross is not None and self._can_defer(optimizers):
@@ -165,6 +165,10 @@ class Session:
                 cross.take_up(optimizer)
             return {id(optimizer): DeferredStep(optimizer, self.reducer, cross, step)}
         return {id(each): AveragedStep(each, self.reducer, step) for each in optimizers}
+
+    def _require_no_momentum(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            require_no_momentum(self._settings.compressor, optimizer)
 
     def _can_defer(self, optimizers: Sequence[Optimizer]) -> bool:
         # what else stands against it was refused before the session began
