@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
@@ -125,7 +125,7 @@ class Training:
 
     Args:
         scaler: of its losses, if any.
-        averaged: called after each exchange, before the step, if given.
+        books: told of each step and of its averages, if given.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Training:
         wrapper: Any,
         optimizer: Any,
         scaler: torch.amp.GradScaler | None = None,
-        averaged: Callable[[], None] | None = None,
+        books: Books | None = None,
     ) -> None:
         self.model, self.wrapper, self.optimizer = model, wrapper, optimizer
-        self.scaler, self.averaged = scaler, averaged
+        self.scaler, self.books = scaler, books
         self.is_merged = isinstance(optimizer, MergedOptimizer)
         self.no_sync = optimizer.no_sync if self.is_merged else wrapper.no_sync
 
@@ -145,6 +145,8 @@ class Training:
         for i, layer in enumerate(self.model.layers):
             layer.requires_grad_(i not in step.frozen)
         self.optimizer.zero_grad(set_to_none=step.set_to_none)
+        if self.books is not None:
+            self.books.begin_step()
         generator = torch.Generator().manual_seed(2 * seed + rank)
         for number, used in enumerate(step.micro_batches, start=1):
             with nullcontext() if number == len(step.micro_batches) else self.no_sync():
@@ -153,10 +155,16 @@ class Training:
                 if step.overflows and rank == 0:
                     loss = loss * torch.inf
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        if self.averaged is not None:
+        is_taken = step.is_taken and bool(step.micro_batches)
+        if self.books is not None:
+            layout = self.optimizer.reducer.layout
             self.optimizer.synchronize()
-            self.averaged()
-        if step.is_taken and step.micro_batches:
+            self.books.enter_averages()
+            # The next zero_grad throws these averages away, and what they have left behind, unless
+            # that was laid out anew.
+            if not is_taken and layout is self.optimizer.reducer.layout:
+                self.books.cross_out()
+        if is_taken:
             self._update(step)
 
     def _update(self, step: Step) -> None:
@@ -181,6 +189,16 @@ class Books:
         self.received = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
         for name, parameter in model.named_parameters():
             parameter.register_hook(partial(_enter, self.given[name]))
+
+    def begin_step(self) -> None:
+        """Remember what has been entered so far."""
+        self._before = [{n: t.clone() for n, t in e.items()} for e in (self.given, self.received)]
+
+    def cross_out(self) -> None:
+        """Take back what was entered since the step began."""
+        for entered, before in zip((self.given, self.received), self._before, strict=True):
+            for name, total in before.items():
+                entered[name].copy_(total)
 
     def enter_averages(self) -> None:
         for name, parameter in self._model.named_parameters():

@@ -132,7 +132,7 @@ def compressed(rank: int, steps: int) -> tuple[list[Footprint], list[Tensor], Na
     optimizer = MergedOptimizer(
         SGD(model.parameters(), lr=0.05), model.named_parameters(), **REPLANNED, **SPARSE
     )
-    training = Training(model, model, optimizer, averaged=books.enter_averages)
+    training = Training(model, model, optimizer, books=books)
     footprints = soak([training], rank, steps, lambda: None, **UNSCALED)
     left = optimizer.reducer.exchanger.state_dict()["residual"]
     optimizer.close()

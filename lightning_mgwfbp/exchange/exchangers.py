@@ -101,7 +101,8 @@ class Exchanger(ABC):
 
     def discard(self) -> None:
         """Take the averages of the last step, unless they were used, for thrown away: what it has
-        left behind is dropped, and the step is not counted."""
+        left behind is dropped, and the step is not counted. Not if other buckets have been adopted
+        since, as where parameters have joined in that very step: then it is kept."""
 
     def forget(self, names: Collection[str]) -> None:
         """Drop what is kept of these parameters, which are others now."""
